@@ -1,0 +1,152 @@
+"""The contract between the coordinator and a backend.
+
+A backend is one file: a subclass of ``Backend``, one line in ``registry``. It takes tensors that the
+coordinator has checked, moves the data, and counts every call it really made: ``backend_picked`` in
+the results is read from these counters, never from what a policy predicted.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from commbench.errors import BackendUnavailable
+from commbench.types import CallSignature
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Whether a backend can work in this process, as far as one process can tell.
+
+    ok false: ``reason`` says why in words, ``remedy`` what the user can do ("" if nothing).
+    provider: the library behind it with its version, for the results' ``provider`` column.
+    """
+
+    ok: bool
+    reason: str = ""
+    remedy: str = ""
+    provider: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks a backend is set up for.
+
+    ranks: global ranks in group order. rank: this process's place in that order. cpu_group is the
+    torch process group (gloo) for set-up traffic; device_group the one for the device (the same on CPU).
+    one_host is proven by a shared-memory handshake among all ranks, not by counts.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    device: torch.device
+    cpu_group: Any
+    device_group: Any
+    one_host: bool
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+
+class Backend(ABC):
+    """One way to run collectives on one group.
+
+    The constructor is collective: every rank of the group calls it, or none. It raises
+    BackendUnavailable where this rank cannot take part; the coordinator then disables the backend on
+    all ranks with that reason, so a constructor must reach its collective steps on every rank or
+    agree on failure before them.
+
+    Operations: tensors are dense unless ``declines`` says nothing against strided ones. ``output`` may
+    be ``input`` itself where the placement is in-place. ``op`` is a name of types.OPS. ``src`` and
+    ``dst`` are ranks in the group. Each operation ends complete: the result may be read when it returns
+    (on the current stream, for devices). Each adds one to ``calls``.
+    """
+
+    name: ClassVar[str]
+    collectives: ClassVar[frozenset[str]]
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.calls = 0
+
+    @classmethod
+    @abstractmethod
+    def availability(cls, device: str) -> Availability:
+        """Whether it can work in this process on ``cpu``, ``cuda``, …; cheap, touches no group."""
+
+    def declines(self, call: CallSignature) -> str | None:
+        """Why this backend cannot run that call correctly (its hard limits), or None if it can.
+
+        Must depend on the signature alone, so that all ranks answer alike.
+        """
+        if call.collective not in self.collectives:
+            return f"has no {call.collective}"
+        return None
+
+    def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
+        """output = reduction of every rank's input; both of one shape."""
+        raise self._missing("all_reduce")
+
+    def all_gather(self, input: torch.Tensor, output: torch.Tensor) -> None:
+        """output (n × numel) = the inputs in rank order; in place, input is output's own part."""
+        raise self._missing("all_gather")
+
+    def reduce_scatter(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
+        """output = this rank's part of the reduction of the inputs (n × numel of output)."""
+        raise self._missing("reduce_scatter")
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        """tensor = rank src's tensor."""
+        raise self._missing("broadcast")
+
+    def all_to_all(self, input: torch.Tensor, output: torch.Tensor) -> None:
+        """Part i of output = this rank's part of rank i's input; both split into n equal parts."""
+        raise self._missing("all_to_all")
+
+    def reduce(self, input: torch.Tensor, output: torch.Tensor, dst: int, op: str) -> None:
+        """On dst: output = reduction of the inputs. Elsewhere output's content is undefined."""
+        raise self._missing("reduce")
+
+    def gather(self, input: torch.Tensor, output: torch.Tensor | None, dst: int) -> None:
+        """On dst: output (n × numel) = the inputs in rank order; None elsewhere."""
+        raise self._missing("gather")
+
+    def scatter(self, input: torch.Tensor | None, output: torch.Tensor, src: int) -> None:
+        """output = this rank's part of src's input (n × numel); input is None elsewhere."""
+        raise self._missing("scatter")
+
+    def send_recv(self, input: torch.Tensor, output: torch.Tensor, dst: int, src: int) -> None:
+        """Send input to dst while receiving output from src, without deadlock when all ranks call it."""
+        raise self._missing("send_recv")
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        """Send to rank dst; returns when the tensor may be changed again."""
+        raise self._missing("send")
+
+    def recv(self, tensor: torch.Tensor, src: int) -> None:
+        """Receive into tensor from rank src."""
+        raise self._missing("recv")
+
+    def all_gatherv(self, input: torch.Tensor, output: torch.Tensor, sizes: list[int]) -> None:
+        """all_gather where rank i gives sizes[i] rows (first dimension)."""
+        raise self._missing("all_gatherv")
+
+    def reduce_scatterv(self, input: torch.Tensor, output: torch.Tensor, sizes: list[int], op: str) -> None:
+        """reduce_scatter where rank i gets sizes[i] rows (first dimension)."""
+        raise self._missing("reduce_scatterv")
+
+    def barrier(self) -> None:
+        """Returns on no rank before every rank has called it."""
+        raise self._missing("barrier")
+
+    def close(self) -> None:  # noqa: B027 - optional: a backend without resources has nothing to release
+        """Release what it holds; called once, by every rank of a living group."""
+
+    def _missing(self, collective: str) -> BackendUnavailable:
+        return BackendUnavailable(self.name, f"it has no {collective}")

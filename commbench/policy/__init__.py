@@ -1,0 +1,1 @@
+"""Engine dispatch policies as data, and their evaluator. No torch."""
