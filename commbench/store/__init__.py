@@ -1,0 +1,1 @@
+"""What a run leaves on disk: schema, run directory, raw samples. No torch."""
