@@ -1,0 +1,229 @@
+"""How the ranks of one host meet during a measurement: a shared page, never the library under test.
+
+The page holds, per rank, a barrier slot on a cache line of its own; a line with the deadline of the present time
+window; a few words that rank 0 hands to all; an error line; and a block per rank for its samples. Stores of
+aligned 8-byte words are single stores. On x86-64 they are seen in order; elsewhere each protocol below uses one
+word only to hand over (a deadline is itself the signal), or a barrier, whose waiting loop goes through the
+interpreter's own fences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commbench.errors import CommbenchError, PeerLost
+
+CAPACITY = 1 << 14  # iterations a block can hold
+_LINE = 64
+_WORDS = 64  # words that rank 0 can hand over at once
+_TEXT = 4096  # bytes of an error message per rank
+
+
+class Objects(Protocol):
+    """Set-up traffic among the ranks; the worker gives one over its process group."""
+
+    def all_gather(self, value: Any) -> list[Any]: ...
+
+
+class PointFailed(CommbenchError):
+    """Some rank could not go on with the present point; the message says which and why."""
+
+
+def _file() -> tuple[int, Path]:
+    """A new file of random name, mode 0600, in memory where there is /dev/shm, else in the temporary folder."""
+    folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    path = folder / f"commbench-{secrets.token_hex(16)}"
+    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), path
+
+
+class Team:
+    """The ranks of one launch on one host. Every method but ``fail`` is called by all ranks, in one order.
+
+    ``oversubscribed`` (more ranks than cores) makes waiting ranks give up the core at once.
+    """
+
+    def __init__(self, rank: int, size: int, page: mmap.mmap, pids: Sequence[int], oversubscribed: bool) -> None:
+        self.rank = rank
+        self.size = size
+        self.oversubscribed = oversubscribed
+        self._page = page
+        self._pids = tuple(pids)
+        self._words = memoryview(page).cast("q")
+        self._line = _LINE // 8
+        self._mine = rank * self._line
+        self._deadline = size * self._line
+        self._control = self._deadline + self._line
+        self._failed = self._control + _WORDS
+        self._messages = self._failed + self._line
+        self._samples = self._messages + size * _TEXT // 8
+        self._epoch = 0
+        self._others = [r * self._line for r in range(size) if r != rank]
+
+    @staticmethod
+    def page_bytes(size: int) -> int:
+        return (size * _LINE + _LINE + _WORDS * 8 + _LINE + size * _TEXT) + size * CAPACITY * 17
+
+    @classmethod
+    def form(cls, rank: int, size: int, objects: Objects, oversubscribed: bool) -> Team:
+        """Make the shared page: rank 0 creates it, all map it, then its name is removed.
+
+        Raises CommbenchError on every rank when some rank cannot see rank 0's page (another host, another /dev/shm).
+        """
+        handle, path, problem = -1, Path(), ""
+        bytes_needed = cls.page_bytes(size)
+        if rank == 0:
+            try:
+                handle, path = _file()
+                os.posix_fallocate(handle, 0, bytes_needed)
+            except OSError as error:
+                problem = f"no room for {bytes_needed} bytes of shared memory in {path.parent}: {error.strerror}"
+        path = Path(objects.all_gather((str(path), problem))[0][0])
+        page = None
+        try:
+            if rank != 0:
+                handle = os.open(path, os.O_RDWR)
+            if not problem:
+                page = mmap.mmap(handle, bytes_needed)
+        except (OSError, ValueError) as error:
+            problem = f"cannot map rank 0's shared page: {error}"
+        finally:
+            if handle >= 0:
+                os.close(handle)
+        answers = objects.all_gather((problem, os.getpid()))
+        if rank == 0:
+            path.unlink(missing_ok=True)
+        for other, (text, _) in enumerate(answers):
+            if text:
+                raise CommbenchError(f"rank {other}: {text}")
+        assert page is not None  # no answer had a problem
+        return cls(rank, size, page, [pid for _, pid in answers], oversubscribed)
+
+    def close(self) -> None:
+        self._words.release()
+        with contextlib.suppress(BufferError):  # a sample view may still be alive; the page goes with the process
+            self._page.close()
+
+    # ---- waiting ----------------------------------------------------------------------------------------
+
+    def barrier(self, timeout_s: float = 300.0) -> None:
+        """Wait for all ranks. Raises PointFailed if a rank has failed, PeerLost if one died or none came."""
+        words = self._words
+        self._epoch += 1
+        epoch = self._epoch
+        words[self._mine] = epoch
+        for slot in self._others:
+            if words[slot] < epoch:
+                self._wait(slot, epoch, timeout_s)
+
+    def _wait(self, slot: int, epoch: int, timeout_s: float) -> None:
+        words, spins = self._words, 0
+        start = time.monotonic()
+        while words[slot] < epoch:
+            spins += 1
+            if self.oversubscribed or spins > 2000:
+                os.sched_yield()
+            if spins % 64 == 0:
+                self._check(slot, start, timeout_s)
+                if spins > 20000:
+                    time.sleep(50e-6)  # a rank is busy for long: leave it the core
+
+    def _check(self, slot: int, start: float, timeout_s: float) -> None:
+        self.raise_if_failed()
+        waited = time.monotonic() - start
+        if waited < 0.5:
+            return
+        rank = slot // self._line
+        try:
+            os.kill(self._pids[rank], 0)
+        except ProcessLookupError:
+            raise PeerLost(f"rank {rank} (pid {self._pids[rank]}) is gone", rank) from None
+        except PermissionError:  # another user's process: it is alive
+            pass
+        if waited > timeout_s:
+            raise PeerLost(f"rank {rank} did not come within {timeout_s:.0f} s", rank)
+
+    # ---- failing together -------------------------------------------------------------------------------
+
+    def fail(self, message: str) -> None:
+        """Tell the others that this rank cannot go on with the present point."""
+        text = message.encode(errors="replace")[: _TEXT - 1]
+        start = self._messages * 8 + self.rank * _TEXT
+        self._page[start : start + len(text) + 1] = text + b"\0"
+        self._words[self._failed] = self.rank + 1
+
+    def raise_if_failed(self) -> None:
+        """Raise PointFailed if any rank has called ``fail`` since the last ``recover``."""
+        who = self._words[self._failed]
+        if who:
+            start = self._messages * 8 + (who - 1) * _TEXT
+            text = bytes(self._page[start : start + _TEXT]).partition(b"\0")[0].decode(errors="replace")
+            raise PointFailed(f"rank {who - 1}: {text}")
+
+    def recover(self, timeout_s: float) -> None:
+        """After a failed point: all ranks meet, and the failure is cleared. Raises PeerLost if one stays away.
+
+        Ranks may have failed at different barriers, so they count on from a common number.
+        """
+        words = self._words
+        meet = ((self._epoch >> 20) + 1) << 20  # far beyond any barrier of the failed point, the same on all ranks
+        start = time.monotonic()
+        words[self._mine] = meet
+        for slot in self._others:
+            while words[slot] < meet:
+                time.sleep(1e-3)
+                if time.monotonic() - start > timeout_s:
+                    raise PeerLost(f"rank {slot // self._line} did not come back from the failed point", slot // self._line)
+        self._epoch = meet
+        if self.rank == 0:
+            words[self._failed] = 0
+        self.barrier(timeout_s)
+
+    # ---- handing over -----------------------------------------------------------------------------------
+
+    def from_first(self, *values: int) -> tuple[int, ...]:
+        """Rank 0's integers, on every rank. Ranks other than 0 pass as many (ignored) values."""
+        words = self._words
+        if self.rank == 0:
+            for index, value in enumerate(values):
+                words[self._control + index] = value
+        self.barrier()
+        result = tuple(words[self._control + index] for index in range(len(values)))
+        self.barrier()
+        return result
+
+    def share(
+        self, starts: NDArray[np.int64], ends: NDArray[np.int64], late: NDArray[np.uint8]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
+        """Every rank's block of samples: three arrays (ranks, n), valid until the next ``share``.
+
+        All ranks pass the same n ≤ CAPACITY.
+        """
+        n = len(starts)
+        whole = np.frombuffer(self._page, dtype=np.uint8)
+        base = self._samples * 8
+        times = whole[base : base + self.size * CAPACITY * 16].view(np.int64).reshape(self.size, 2, CAPACITY)
+        flags = whole[base + self.size * CAPACITY * 16 :].reshape(self.size, CAPACITY)
+        times[self.rank, 0, :n] = starts
+        times[self.rank, 1, :n] = ends
+        flags[self.rank, :n] = late
+        self.barrier()
+        result = times[:, 0, :n].copy(), times[:, 1, :n].copy(), flags[:, :n].copy()
+        self.barrier()
+        return result
+
+    def gather_numbers(self, *values: float) -> NDArray[np.float64]:
+        """Every rank's numbers: an array (ranks, len(values)) on every rank."""
+        packed = np.array(values, dtype=np.float64).view(np.int64)
+        starts, _, _ = self.share(packed, packed, np.zeros(len(packed), dtype=np.uint8))
+        return np.ascontiguousarray(starts).view(np.float64)
