@@ -165,6 +165,7 @@ class CallSignature:
     size_bytes and numel are of the tensor that the caller passes in. layout: contiguous, strided (gaps between
     elements) or dense_t (transposed: dense, not contiguous). registered: the tensor lives in memory
     that its backend allocated (symmetric or shared). mode: eager, graph, pcg (piecewise graph) or compile.
+    shape: the tensor's own shape; () where only numel is known (backends that fuse with a norm want two dimensions).
     """
 
     collective: str
@@ -176,6 +177,7 @@ class CallSignature:
     mode: str = "eager"
     placement: str = "in"
     registered: bool = False
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,9 @@ class Platform:
     cpu_flags: frozenset[str] = frozenset()
     usable: Mapping[str, str | None] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
+    requested: frozenset[str] | None = None
+    p2p: bool = True
+    workspace: str = ""
 
 
 @dataclass(frozen=True, slots=True)

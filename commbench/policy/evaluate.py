@@ -1,0 +1,395 @@
+"""The evaluator: one policy, one group, one call → the backend taken, and why not the others.
+
+The sweep's decisions, the report's map of picks and ``commbench explain`` all come from here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from commbench.errors import PolicyError
+from commbench.policy.gates import Edge, Value
+from commbench.policy.load import read_policy
+from commbench.policy.model import (
+    Condition,
+    Fault,
+    Parameter,
+    PolicyData,
+    Reference,
+    Route,
+    Split,
+    Variable,
+    table_facts,
+)
+from commbench.types import CallSignature, Decision, Declined, Platform
+from commbench.units import format_size
+
+_NO_DECLINES: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """A size where a backend's answer changes, in bytes of the tensor that the caller passes in.
+
+    strictness: how sizes are compared with it (``<``, ``<=``, ``>=``, ``>``). what: in words.
+    """
+
+    backend: str
+    size_bytes: int
+    strictness: str
+    what: str
+    route: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an engine does with one call, its own faults included.
+
+    declined: the routes asked before, each with its reason. route: the one taken, None where the engine raises
+    before it takes one. faults: those that strike this call.
+    """
+
+    declined: tuple[tuple[Route, str], ...]
+    route: Route | None
+    reason: str
+    faults: tuple[Fault, ...]
+
+    @property
+    def raises(self) -> str:
+        """The exception that the engine raises before or while it picks, "" if none."""
+        return self.faults[0].raises if self.route is None and self.faults else ""
+
+    @property
+    def picked(self) -> str:
+        """The engine's word: ``ca``, ``inplace``, … or ``raise X``."""
+        return self.route.word if self.route else f"raise {self.raises}"
+
+
+class _Bound:
+    """A condition with its arguments resolved for one group and dtype: ask it about a call."""
+
+    __slots__ = ("arguments", "check", "condition", "missing")
+
+    def __init__(self, condition: Condition, arguments: Mapping[str, Any], missing: str) -> None:
+        self.condition = condition
+        self.check: Callable[..., str | None] = condition.gate.check
+        self.arguments = arguments
+        self.missing = missing
+
+    def __str__(self) -> str:
+        return self.condition.gate.describe(self.arguments)
+
+
+class Bound:
+    """A policy bound to one platform, collective and dtype. Everything that does not depend on the call's size,
+    layout or mode is settled here once. Satisfies ``gates.Site``."""
+
+    def __init__(self, data: PolicyData, platform: Platform, collective: str, dtype: str) -> None:
+        self.data = data
+        self.platform = platform
+        self.collective = collective
+        self.dtype = dtype
+        self.values = resolve_parameters(data, platform.env)
+        self.on = switched_on(data, platform)
+        self._facts = table_facts(platform, dtype, self.values)
+        self._standings: dict[str, str | None] = {}
+        self._accepts: dict[str, tuple[_Bound, ...]] = {}
+        self.order = data.order(collective, platform.device)
+        self.faults = tuple(f for f in data.faults if self._strikes_here(f))
+        self._fault_conditions = {f.name: tuple(self._bind(c) for c in f.when) for f in self.faults}
+        self._gate_faults: dict[str, list[Fault]] = {}
+        for fault in self.faults:
+            self._gate_faults.setdefault(f"{fault.stage}:{fault.route}", []).append(fault)
+        self._start_faults = [f for f in self.faults if f.stage == "start"]
+
+    # -- what gates may ask -------------------------------------------------------------------
+
+    def look_up(self, table: str, **overrides: Value) -> Value | None:
+        facts = self._facts
+        if overrides:
+            facts = facts | {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in overrides.items()}
+        return self.data.tables[table].look_up(facts)
+
+    def standing(self, route: str) -> str | None:
+        if route not in self._standings:
+            self._standings[route] = f"{route} waits for itself"  # a circle of stands/stands_aside_for ends here
+            self._standings[route] = self._ask_standing(self.data.routes[route])
+        return self._standings[route]
+
+    def refusal(self, route: str, call: CallSignature) -> str | None:
+        reason = self.standing(route)
+        return self._refuses(route, call) if reason is None else reason
+
+    # -- decisions ----------------------------------------------------------------------------
+
+    def decide(self, call: CallSignature, declines: Mapping[str, str] = _NO_DECLINES) -> Decision:
+        """The backend for our own coordinator: the engine's rules without its faults.
+
+        declines: backend → its own hard limit for this call. Raises PolicyError where nothing accepts.
+        """
+        declined: list[Declined] = []
+        for route in self.order:
+            reason = self.standing(route.name)
+            if reason is None:
+                reason = declines.get(route.backend)
+            if reason is None:
+                reason = self._refuses(route.name, call)
+            if reason is None:
+                word = "" if route.word == route.backend else route.word
+                return Decision(route.backend, tuple(declined), self.data.name, word, self.why(route))
+            declined.append(Declined(route.name, reason))
+        reasons = "; ".join(f"{d.backend}: {d.reason}" for d in declined)
+        raise PolicyError(
+            f"policy {self.data.name} has no backend for this {call.collective} of {call.dtype}: {reasons}"
+        )
+
+    def verdict(self, call: CallSignature) -> Verdict:
+        """What the engine itself does, faults included."""
+        for fault in self._start_faults:
+            if self._strikes(fault, call):
+                return Verdict((), None, fault.effect, (fault,))
+        declined: list[tuple[Route, str]] = []
+        for route in self.order:
+            for fault in self._gate_faults.get(f"gate:{route.name}", ()):
+                if self._strikes(fault, call):
+                    return Verdict(tuple(declined), None, fault.effect, (fault,))
+            reason = self.refusal(route.name, call)
+            if reason is None:
+                faults = tuple(f for f in self._gate_faults.get(f"step:{route.name}", ()) if self._strikes(f, call))
+                return Verdict(tuple(declined), route, self.why(route), faults)
+            declined.append((route, reason))
+        return Verdict(tuple(declined), None, "no route accepts", ())
+
+    def why(self, route: Route) -> str:
+        """Why a route accepts: its conditions, in words."""
+        words = [str(b) for b in self._conditions(route.name)]
+        return "; ".join(words) if words else "it takes every call"
+
+    def conditions(self, route: str) -> list[str]:
+        """A route's conditions for a call on this group, in words."""
+        return [str(b) for b in self._conditions(route)]
+
+    @cached_property
+    def thresholds(self) -> tuple[Threshold, ...]:
+        """Every size at which some standing route's answer, or its kernel, changes; smallest first."""
+        found: dict[tuple[str, int, str], Threshold] = {}
+        for route in self.order:
+            if self.standing(route.name) is not None:
+                continue
+            for bound in self._conditions(route.name):
+                for limit, edge in edges_of(bound.condition, bound.arguments, self):
+                    what = f"{route.name} takes sizes {edge.value} {format_size(limit)}"
+                    found.setdefault(
+                        (route.name, limit, edge.value), Threshold(route.backend, limit, edge.value, what, route.name)
+                    )
+            for split in route.splits:
+                at = self._resolve(split.at)
+                if isinstance(at, int):
+                    found.setdefault(
+                        (route.name, at, split.edge.value),
+                        Threshold(route.backend, at, split.edge.value, f"{route.name}: {split.what}", route.name),
+                    )
+        return tuple(sorted(found.values(), key=lambda t: (t.size_bytes, t.route, t.strictness)))
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _resolve(self, value: Any) -> Any:
+        if isinstance(value, Reference):
+            return self.values[value.name] if value.kind == "parameter" else self.look_up(value.name)
+        return value
+
+    def _bind(self, condition: Condition) -> _Bound:
+        arguments = {name: self._resolve(value) for name, value in condition.arguments.items()}
+        missing = ""
+        for name, value in arguments.items():
+            if value is None:
+                table = condition.arguments[name]
+                missing = f"{table} has no row for this group"
+        return _Bound(condition, arguments, missing)
+
+    def _ask(self, bound: _Bound, *call: CallSignature) -> str | None:
+        if bound.missing:
+            return bound.missing
+        return bound.check(*call, site=self, **bound.arguments)
+
+    def _ask_standing(self, route: Route) -> str | None:
+        if route.switches and not self.on.intersection(route.switches):
+            return f"not enabled{f' ({route.turn_on})' if route.turn_on else ''}"
+        for condition in route.needs:
+            reason = self._ask(self._bind(condition))
+            if reason is not None:
+                return reason
+        usable = self.platform.usable
+        if usable:
+            return usable.get(route.backend, "not set up for this group")
+        return None
+
+    def _conditions(self, route: str) -> tuple[_Bound, ...]:
+        bound = self._accepts.get(route)
+        if bound is None:
+            bound = self._accepts[route] = tuple(self._bind(c) for c in self.data.routes[route].accepts)
+        return bound
+
+    def _refuses(self, route: str, call: CallSignature) -> str | None:
+        for bound in self._conditions(route):
+            reason = bound.missing or bound.check(call, self, **bound.arguments)
+            if reason:
+                return reason
+        return None
+
+    def _strikes_here(self, fault: Fault) -> bool:
+        return all(self._ask(self._bind(c)) is None for c in fault.needs)
+
+    def _strikes(self, fault: Fault, call: CallSignature) -> bool:
+        return all(self._ask(b, call) is None for b in self._fault_conditions[fault.name])
+
+
+def edges_of(condition: Condition, arguments: Mapping[str, Any], site: Bound) -> list[tuple[int, Edge]]:
+    """The sizes at which a bound condition's answer changes."""
+    if condition.gate.edge is None or not isinstance(arguments.get("limit"), int):
+        return []
+    return [(arguments["limit"], condition.gate.edge)]
+
+
+class Policy:
+    """A policy, ready to be asked. ``load_policy`` makes one."""
+
+    def __init__(self, data: PolicyData) -> None:
+        self.data = data
+        self._bound: dict[Any, Bound] = {}
+
+    def __repr__(self) -> str:
+        return f"Policy({self.name!r})"
+
+    @property
+    def name(self) -> str:
+        return self.data.name
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Any]:
+        """The file's defaults: parameter → value, and table → {world size: value} where that is all it depends on."""
+        found: dict[str, Any] = {p.name: p.value for p in self.data.constants.values()}
+        for table in self.data.tables.values():
+            if table.by == ("world_size",):
+                found[table.name] = {int(n): r.value for r in table.rows for n in r.patterns.get("world_size", ())}
+        return found
+
+    def values(self, platform: Platform, dtype: str = "float32") -> dict[str, Value]:
+        """Every parameter and table resolved for one group: the environment's word applied, tables without a row
+        for it left out. Raises PolicyError for an environment variable that cannot be read."""
+        values = resolve_parameters(self.data, platform.env)
+        facts = table_facts(platform, dtype, values)
+        found = dict(values)
+        for table in self.data.tables.values():
+            value = table.look_up(facts)
+            if value is not None:
+                found[table.name] = value
+        return found
+
+    def bind(self, platform: Platform, collective: str = "all_reduce", dtype: str = "float32") -> Bound:
+        """The policy for one group, collective and dtype; kept, so asking again is cheap.
+
+        Raises PolicyError for an environment variable that cannot be read or a switch that does not exist.
+        """
+        key = (_platform_key(platform), collective, dtype)
+        bound = self._bound.get(key)
+        if bound is None:
+            if len(self._bound) > 4096:
+                self._bound.clear()
+            bound = self._bound[key] = Bound(self.data, platform, collective, dtype)
+        return bound
+
+    def decide(self, call: CallSignature, platform: Platform, declines: Mapping[str, str] = _NO_DECLINES) -> Decision:
+        """The backend that this policy takes for a call in our coordinator, and why not those ahead of it.
+
+        platform.usable: backend → None where it is set up on every rank, else why not (empty: ask the policy what
+        the engine's constructors would bring up). declines: backend → its own hard limit for this call.
+        Depends on its arguments alone, so that all ranks decide alike. Raises PolicyError where nothing accepts.
+        """
+        return self.bind(platform, call.collective, call.dtype).decide(call, declines)
+
+    def verdict(self, call: CallSignature, platform: Platform) -> Verdict:
+        """What the engine itself does with the call, its own faults included."""
+        return self.bind(platform, call.collective, call.dtype).verdict(call)
+
+    def thresholds(self, collective: str, dtype: str, platform: Platform) -> list[tuple[str, int, str, str]]:
+        """(backend, size in bytes of the caller's tensor, strictness, what in words), smallest size first."""
+        bound = self.bind(platform, collective, dtype)
+        return [(t.backend, t.size_bytes, t.strictness, t.what) for t in bound.thresholds]
+
+    def environment(self) -> Mapping[str, Variable]:
+        """The environment variables that this policy reads."""
+        return self.data.variables
+
+
+def load_policy(name: str) -> Policy:
+    """A shipped policy by name, or a user's file by its path (ending in ``.toml``).
+
+    Raises UnknownName, or PolicyError for a file that is malformed or contradicts itself.
+    """
+    return Policy(read_policy(name))
+
+
+def _platform_key(p: Platform) -> tuple[Any, ...]:
+    return (
+        p.device, p.capability, p.world_size, p.nnodes, p.one_host, p.nvlink, p.multicast, p.consecutive_ranks, p.group,
+        p.cpu_flags, p.requested, p.p2p, p.workspace, tuple(p.usable.items()), tuple(p.env.items()),
+    )  # fmt: skip
+
+
+def switched_on(data: PolicyData, platform: Platform) -> frozenset[str]:
+    """The switches that are on: those requested, else the engine's defaults. Raises PolicyError for an unknown one."""
+    if platform.requested is None:
+        return frozenset(s.name for s in data.switches.values() if platform.device in s.default_on)
+    for name in platform.requested:
+        if name not in data.switches:
+            raise PolicyError(f"policy {data.name} has no switch {name!r}; it has {', '.join(data.switches) or 'none'}")
+    return platform.requested
+
+
+def resolve_parameters(data: PolicyData, env: Mapping[str, str]) -> dict[str, Value]:
+    """Parameter → value, with the environment's word where it has one. Raises PolicyError for a bad value."""
+    values = {p.name: p.value for p in data.constants.values()}
+    for variable in data.variables.values():
+        text = env.get(variable.name)
+        if text is not None:
+            values[variable.parameter] = read_variable(variable, data.constants[variable.parameter], text)
+    return values
+
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off", "")
+_TEXT_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(b|kb|mb|gb)\s*", re.IGNORECASE)
+_SCALE = {"": 1, "bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20}
+
+
+def read_variable(variable: Variable, parameter: Parameter, text: str) -> Value:
+    """An environment variable's text as its parameter's value. Raises PolicyError that names the variable."""
+    problem = f"environment variable {variable.name}={text!r}"
+    if parameter.kind == "flag":
+        if text.strip().lower() in (*_TRUE, *_FALSE):
+            return text.strip().lower() in _TRUE
+        raise PolicyError(f"{problem} is neither true nor false; write 1 or 0")
+    if parameter.kind == "word":
+        if parameter.choices and text not in parameter.choices:
+            raise PolicyError(f"{problem} is not one of {', '.join(parameter.choices)}")
+        return text
+    if variable.unit == "text":
+        match = _TEXT_SIZE.fullmatch(text)
+        if match is None:
+            raise PolicyError(f"{problem} is not a size; write a number with B, KB, MB or GB, e.g. 1MB")
+        power = ("b", "kb", "mb", "gb").index(match[2].lower())
+        return int(float(match[1]) * 1024**power)
+    try:
+        number = int(text)
+    except ValueError:
+        unit = f" of {variable.unit}" if variable.unit else ""
+        raise PolicyError(f"{problem} is not a number; write a whole number{unit}") from None
+    return number * _SCALE[variable.unit]
+
+
+__all__ = ["Bound", "Policy", "Split", "Threshold", "Verdict", "load_policy", "resolve_parameters"]
