@@ -36,6 +36,8 @@ def parse_size(text: str | int) -> int:
         if text < 0:
             raise SpecError(f"size {text} is negative")
         return text
+    if str(text).strip().startswith("-"):
+        raise SpecError(f"size {text!r} is negative")
     match = _NUMBER.fullmatch(str(text))
     if match is None or match[2].lower() not in _SIZE_UNITS:
         raise SpecError(f"size {text!r} is not a number of bytes; write 8, 64KiB, 1MiB or 10MB")

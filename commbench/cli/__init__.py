@@ -1,0 +1,82 @@
+"""The command line: one file per command, imported only when that command runs."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from commbench import __version__
+from commbench.errors import CommbenchError
+
+# command → its line in --help; the module commbench.cli.<name> holds it as `command`
+COMMANDS = {
+    "sweep": "Measure collectives on this machine and write a report.",
+    "sweeps": "List the sweeps that come with commbench.",
+    "report": "Write plots and a page for one or several runs.",
+    "explain": "Say which backend a call takes and why, without a GPU.",
+    "policies": "List, show, compare and check dispatch policies.",
+    "doctor": "Say what is available here, what is not, and what to do.",
+}
+
+
+class LazyGroup(click.Group):
+    """Knows its commands by name; imports one when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"commbench.cli.{name}").command
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] not in COMMANDS:
+            raise click.UsageError(f"no command {args[0]!r}; commands: {', '.join(COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="commbench")
+def group() -> None:
+    """Measure collective communication, see which backend each all-reduce takes, and judge what changed.
+
+    Start with: commbench sweep --tp 2
+    """
+
+
+def _terminated(signum: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def main() -> NoReturn:
+    """Run a command. Bad input ends with one line and exit code 2, an interruption with 130."""
+    signal.signal(signal.SIGTERM, _terminated)  # what a CI runner sends: end as on Ctrl-C, keeping results
+    try:
+        code = group.main(prog_name="commbench", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except CommbenchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message())
+        sys.exit(0)
+    except click.ClickException as error:
+        print(f"error: {error.format_message()}", file=sys.stderr)
+        sys.exit(2)
+    except (KeyboardInterrupt, click.Abort):
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # the reader of our output has gone (head, less): nothing more to say, also not at exit
+        sys.stderr.close()
+        sys.exit(141)

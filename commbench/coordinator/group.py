@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from commbench.backends.base import Backend, Group
-from commbench.coordinator.setup import BackendSet, set_up_backends
+from commbench.coordinator.setup import BackendSet, backends_of, set_up_backends
 from commbench.errors import BackendUnavailable, CollectiveError
 from commbench.policy import Policy
 from commbench.types import OPS, CallSignature, Decision, Platform
@@ -77,14 +77,9 @@ class GroupCoordinator:
         self.policy = policy
         self.rank_in_group = group.rank
         self.world_size = group.world_size
-        self._set: BackendSet = set_up_backends(group, [*policy.backends(platform.device), *backends])
-        self.platform = Platform(
-            **{
-                **{name: getattr(platform, name) for name in Platform.__dataclass_fields__},
-                "world_size": group.world_size,
-                "one_host": group.one_host,
-                "usable": self._set.usable,
-            }
+        self._set: BackendSet = set_up_backends(group, [*backends_of(policy, platform.device), *backends])
+        self.platform = replace(
+            platform, world_size=group.world_size, one_host=group.one_host, usable=self._set.usable
         )
         self._mode = "eager"
         self._forced: str | None = None

@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from commbench.backends.base import Backend, Group
 from commbench.errors import BackendUnavailable
-from commbench.registry import load_backend
+from commbench.policy import Policy
+from commbench.registry import BACKENDS, load_backend
+from commbench.types import COLLECTIVES
 
 logger = logging.getLogger(__name__)
 
@@ -25,15 +27,27 @@ class BackendSet:
     providers: dict[str, str] = field(default_factory=dict)
 
 
+def backends_of(policy: Policy, device: str) -> list[str]:
+    """The backends that a policy may pick on a device, in its order, each once."""
+    names: dict[str, None] = {}
+    for collective in COLLECTIVES:
+        for route in policy.data.order(collective, device):
+            names[route.backend] = None
+    return list(names)
+
+
 def set_up_backends(group: Group, names: Sequence[str]) -> BackendSet:
     """Set up each named backend on every rank of the group, or on none.
 
     A backend is used only if every rank could set it up; otherwise it is off on all ranks with the first
-    failing rank's reason. Collective: every rank calls it with the same names. Raises UnknownName.
+    failing rank's reason. Collective: every rank calls it with the same names.
     """
     result = BackendSet()
     for name in names:
         if name in result.usable:
+            continue
+        if name not in BACKENDS:  # a policy may know backends of its engine that commbench does not drive
+            result.usable[name] = "commbench has no such backend"
             continue
         backend_class = load_backend(name)
         availability = backend_class.availability(group.device.type)

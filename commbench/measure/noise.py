@@ -12,7 +12,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -350,3 +350,51 @@ def _other_threshold(by_rank: Sequence[Noise]) -> float:
     """OTHER_CPU_SHARE plus three standard errors of a share sampled at N ticks, at most 3 × 0.5 / √N."""
     ticks = sum({n.place: n.duration_s * n.cpus for n in by_rank}.values()) / _TICK_S
     return OTHER_CPU_SHARE + 1.5 / math.sqrt(max(ticks, 1.0))
+
+
+def combine(blocks: Sequence[Noise]) -> Noise:
+    """One rank's noise over several blocks: times and counts added, shares weighted by time, the largest frequency change.
+
+    A counter that any block lacks is None. Raises ValueError if ``blocks`` is empty.
+    """
+    if not blocks:
+        raise ValueError("no noise was given; pass at least one block's")
+    if len(blocks) == 1:
+        return blocks[0]
+    duration = sum(b.duration_s for b in blocks)
+
+    def added(name: str) -> Any:
+        values = [getattr(b, name) for b in blocks]
+        return None if None in values else sum(values)
+
+    def weighted(name: str) -> Any:
+        values = [getattr(b, name) for b in blocks]
+        if None in values:
+            return None
+        if not duration:
+            return max(values)
+        return sum(v * b.duration_s for v, b in zip(values, blocks, strict=True)) / duration
+
+    changes = [b.frequency_change for b in blocks]
+    shares = [f.name for f in fields(Noise) if f.name.endswith("_share")]
+    return Noise(
+        duration_s=duration,
+        cpus=blocks[0].cpus,
+        place=blocks[0].place,
+        own_cpu_s=added("own_cpu_s"),
+        busy_s=added("busy_s"),
+        steal_s=added("steal_s"),
+        involuntary_switches=added("involuntary_switches"),
+        frequency_change=None if None in changes else max((c for c in changes if c is not None), key=abs),
+        **{name: weighted(name) for name in shares},
+    )
+
+
+def to_dict(noise: Noise) -> dict[str, Any]:
+    """Plain data, for handing a rank's noise to another."""
+    return asdict(noise)
+
+
+def from_dict(values: dict[str, Any]) -> Noise:
+    """The reverse of ``to_dict``."""
+    return Noise(**values)

@@ -27,7 +27,7 @@ from commbench.errors import CommbenchError, PeerLost
 CAPACITY = 1 << 14  # iterations a block can hold
 _LINE = 64
 _WORDS = 64  # words that rank 0 can hand over at once
-_TEXT = 4096  # bytes of an error message per rank
+TEXT_BYTES = 8192  # room for a text of each rank
 
 
 class Objects(Protocol):
@@ -66,13 +66,13 @@ class Team:
         self._control = self._deadline + self._line
         self._failed = self._control + _WORDS
         self._messages = self._failed + self._line
-        self._samples = self._messages + size * _TEXT // 8
+        self._samples = self._messages + size * TEXT_BYTES // 8
         self._epoch = 0
         self._others = [r * self._line for r in range(size) if r != rank]
 
     @staticmethod
     def page_bytes(size: int) -> int:
-        return (size * _LINE + _LINE + _WORDS * 8 + _LINE + size * _TEXT) + size * CAPACITY * 17
+        return (size * _LINE + _LINE + _WORDS * 8 + _LINE + size * TEXT_BYTES) + size * CAPACITY * 17
 
     @classmethod
     def form(cls, rank: int, size: int, objects: Objects, oversubscribed: bool) -> Team:
@@ -157,8 +157,8 @@ class Team:
 
     def fail(self, message: str) -> None:
         """Tell the others that this rank cannot go on with the present point."""
-        text = message.encode(errors="replace")[: _TEXT - 1]
-        start = self._messages * 8 + self.rank * _TEXT
+        text = message.encode(errors="replace")[: TEXT_BYTES - 1]
+        start = self._messages * 8 + self.rank * TEXT_BYTES
         self._page[start : start + len(text) + 1] = text + b"\0"
         self._words[self._failed] = self.rank + 1
 
@@ -166,8 +166,8 @@ class Team:
         """Raise PointFailed if any rank has called ``fail`` since the last ``recover``."""
         who = self._words[self._failed]
         if who:
-            start = self._messages * 8 + (who - 1) * _TEXT
-            text = bytes(self._page[start : start + _TEXT]).partition(b"\0")[0].decode(errors="replace")
+            start = self._messages * 8 + (who - 1) * TEXT_BYTES
+            text = bytes(self._page[start : start + TEXT_BYTES]).partition(b"\0")[0].decode(errors="replace")
             raise PointFailed(f"rank {who - 1}: {text}")
 
     def recover(self, timeout_s: float) -> None:
@@ -221,6 +221,22 @@ class Team:
         result = times[:, 0, :n].copy(), times[:, 1, :n].copy(), flags[:, :n].copy()
         self.barrier()
         return result
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Every rank's text (up to TEXT_BYTES of UTF-8), on every rank. Raises ValueError for a longer one."""
+        data = text.encode()
+        if len(data) >= TEXT_BYTES:
+            raise ValueError(f"a text of {len(data)} bytes does not fit the {TEXT_BYTES} that ranks exchange")
+        area = self._messages * 8
+        mine = area + self.rank * TEXT_BYTES
+        self._page[mine : mine + len(data) + 1] = data + b"\0"
+        self.barrier()
+        texts = []
+        for rank in range(self.size):
+            start = area + rank * TEXT_BYTES
+            texts.append(bytes(self._page[start : start + TEXT_BYTES]).partition(b"\0")[0].decode())
+        self.barrier()
+        return texts
 
     def gather_numbers(self, *values: float) -> NDArray[np.float64]:
         """Every rank's numbers: an array (ranks, len(values)) on every rank."""

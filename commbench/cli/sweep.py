@@ -1,0 +1,160 @@
+"""``commbench sweep``: measure, show, report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from commbench.errors import CommbenchError, Interrupted, LaunchError
+from commbench.sweep import SweepSpec, find_sweep, make_spec, read_file
+
+if TYPE_CHECKING:
+    from commbench.store.run import Run
+
+_FLAGS = {
+    "tp": "--tp",
+    "device": "--device",
+    "collectives": "--collectives",
+    "dtypes": "--dtypes",
+    "ops": "--ops",
+    "sizes": "--sizes",
+    "layout": "--layout",
+    "placement": "--placement",
+    "cache": "--cache",
+    "mode": "--mode",
+    "backends": "--backends",
+    "policy": "--policy",
+    "launches": "--launches",
+    "target_ci": "--target-ci",
+    "max_time_per_point": "--max-time-per-point",
+    "budget": "--budget",
+    "seed": "--seed",
+    "sync": "--sync",
+}
+
+
+@click.command(context_settings={"max_content_width": 100})
+@click.argument("spec_file", metavar="[SPEC]", required=False)
+@click.option("--tp", type=int, help="Number of ranks. More ranks than cores work on CPU, and are marked. [default: 2]")
+@click.option("--device", help="auto, cpu or cuda. [default: auto]")
+@click.option("--collectives", help="Comma-separated: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, "
+              "reduce, gather, scatter, send_recv, barrier.")  # fmt: skip
+@click.option("--dtypes", help="Comma-separated: float32, float16, bfloat16, float64, int8, uint8, int32, int64, …")
+@click.option("--ops", help="Comma-separated: sum, prod, min, max, avg. [default: sum]")
+@click.option("--sizes", help="Total message bytes: 8,1KiB,10MB or ranges 8:64MiB:x2, 1KiB:16KiB:+1KiB, or boundaries.")
+@click.option("--layout", help="contiguous, strided.")
+@click.option("--placement", help="in, out. [default: each collective's customary one]")
+@click.option("--cache", help="hot, cold. [default: hot]")
+@click.option("--mode", help="eager.")
+@click.option("--backends", help="auto (the policy picks) and names to force, comma-separated. [default: auto]")
+@click.option("--policy", help="Dispatch policies by name or file, comma-separated. [default: commbench]")
+@click.option("--launches", type=int, help="Fresh torchrun jobs; each measures every point. [default: 1]")
+@click.option("--target-ci", help="Half-width of the median's 95 % interval to stop at. [default: 1%]")
+@click.option("--max-time-per-point", help="Longest sampling of a point in a launch. [default: 0.5s]")
+@click.option("--budget", help="Longest time for the whole sweep, such as 2m; points share it.")
+@click.option("--seed", type=int, help="Seed of the random order and of the data. [default: 0]")
+@click.option("--sync", help="How iterations start: window, barrier or none. [default: window]")
+@click.option("--out", type=click.Path(path_type=Path), help="Run directory. [default: reports/<time>-<name>-<id>]")
+@click.option("--dry-run", is_flag=True, help="Print the points, the time it may take and the command; launch nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, and nothing else there.")
+@click.option("--quiet", is_flag=True, help="Print problems and the report's path only.")
+def command(spec_file: str | None, out: Path | None, dry_run: bool, as_json: bool, quiet: bool, **flags: Any) -> int:
+    """Measure collectives: SPEC is a sweep file or the name of a shipped one; flags override it.
+
+    \b
+    commbench sweep --tp 8
+    commbench sweep decode --tp 4 --policy sglang-0.5.3
+    commbench sweep --sizes 64:1MiB:x4 --dtypes float32 --collectives all_reduce,all_gather
+    """
+    from commbench.harness import run as harness
+
+    spec = _spec(spec_file, flags)
+    expansion, settings = harness.prepare(spec)
+    directory = out if out is not None else Path("reports") / harness.new_run_id(spec.name)
+    if dry_run:
+        _print_plan(harness.dry_run(expansion, spec, directory), as_json)
+        return 0
+
+    from commbench.harness.progress import watcher
+
+    total = len(expansion.points) * spec.launches
+    interrupted = failed = None
+    with watcher(total, quiet=quiet, estimate_s=harness.estimate_s(expansion, spec)) as on_event:
+        try:
+            harness.execute(spec, expansion, settings, directory, on_event, sys.argv)
+        except KeyboardInterrupt as error:
+            interrupted = error
+        except LaunchError as error:
+            failed = error
+    return _finish(directory, as_json, quiet, interrupted is not None, failed)
+
+
+def _spec(spec_file: str | None, flags: dict[str, Any]) -> SweepSpec:
+    settings: dict[str, Any] = {}
+    source: dict[str, str] = {}
+    if spec_file is not None:
+        path = find_sweep(spec_file)
+        settings = read_file(path)
+        source = {key: f"{path}: {key}" for key in settings}
+    for key, flag in _FLAGS.items():
+        if flags[key] is not None:
+            settings[key] = flags[key]
+            source[key] = flag
+    return make_spec(settings, source)
+
+
+def _print_plan(plan: dict[str, Any], as_json: bool) -> None:
+    import shlex
+
+    if as_json:
+        click.echo(json.dumps(plan, indent=1))
+        return
+    from commbench.types import Point
+
+    for record in plan["points"]:
+        click.echo(Point.from_dict(record).label())
+    for reason, count in plan["skipped_combinations"].items():
+        click.echo(f"skipped {count} combinations: {reason}")
+    seconds = plan["estimated_s"]
+    rough = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    click.echo(f"\n{len(plan['points'])} points × {plan['launches']} launches, about {rough}. Each launch runs:")
+    click.echo(shlex.join(plan["command"]))
+
+
+def _finish(directory: Path, as_json: bool, quiet: bool, interrupted: bool, failed: CommbenchError | None) -> int:
+    """Report what there is, print it, and give the exit code."""
+    from rich.console import Console
+
+    from commbench.harness.run import FAILING
+    from commbench.report import write_report
+    from commbench.report.summary import to_json
+    from commbench.report.table import print_summary
+    from commbench.store.run import open_run
+
+    run: Run = open_run(directory)
+    rows = run.rows()
+    page = write_report([directory]) if rows else None
+    if as_json:
+        click.echo(json.dumps(to_json(run), indent=1, allow_nan=False))
+    elif not quiet:
+        print_summary(run, Console())
+    statuses = [row["status"] for row in rows]
+    if page is not None and not as_json:
+        click.echo(f"report: {page}")
+    elif page is not None:
+        click.echo(f"report: {page}", err=True)
+    if interrupted:
+        raise Interrupted(f"interrupted; {len(rows)} finished points are kept in {directory}")
+    if failed is not None:
+        raise failed
+    bad = sum(status in FAILING for status in statuses)
+    if bad:
+        click.echo(f"{bad} of {len(rows)} points are wrong, failed or timed out", err=True)
+        return 1
+    if rows and all(status == "skipped" for status in statuses):
+        raise click.UsageError(f"every point was skipped: {rows[0]['reason']}")
+    return 0

@@ -1,0 +1,150 @@
+"""One execution of a sweep: its launches, its manifest, and what came of it."""
+
+from __future__ import annotations
+
+import datetime
+import secrets
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from commbench import __version__
+from commbench.errors import LaunchError, SpecError
+from commbench.harness.fingerprint import fingerprint
+from commbench.harness.launch import Event, launch_command, run_launch
+from commbench.measure.settings import Settings
+from commbench.policy import load_policy
+from commbench.store.run import Plan, Run, check_writable, create, finish, open_run, update_manifest
+from commbench.sweep import Expansion, SweepSpec, expand
+from commbench.types import AUTO, Platform
+
+FAILING = ("wrong", "failed", "timeout")
+
+
+def new_run_id(name: str) -> str:
+    """Sortable by time, readable, and unique also when two runs start in one second."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    return f"{now}-{name}-{secrets.token_hex(2)}"
+
+
+def gpu_count() -> int:
+    """GPUs that the operating system shows, without loading any library."""
+    nvidia = Path("/proc/driver/nvidia/gpus")
+    if nvidia.is_dir():
+        return sum(1 for _ in nvidia.iterdir())
+    nodes = Path("/sys/class/kfd/kfd/topology/nodes")
+    if nodes.is_dir():  # CPU nodes have no SIMD units
+        return sum("simd_count 0\n" not in (n / "properties").read_text() for n in nodes.iterdir())
+    return 0
+
+
+def resolve_device(spec: SweepSpec) -> str:
+    """cpu or cuda. Raises SpecError when CUDA is asked for and not there, or has fewer devices than ranks."""
+    gpus = gpu_count()
+    if spec.device == "cuda" and not gpus:
+        raise SpecError("--device cuda: this machine shows no GPU; use --device cpu")
+    if spec.device == "cuda" and gpus < spec.tp:
+        raise SpecError(f"--device cuda --tp {spec.tp}: this machine has {gpus} GPUs, one is needed for each rank")
+    if spec.device == "auto":
+        return "cuda" if gpus >= spec.tp else "cpu"
+    return spec.device
+
+
+def prepare(spec: SweepSpec) -> tuple[Expansion, Settings]:
+    """Check a spec against this machine and unfold it. Raises SpecError, UnknownName or PolicyError."""
+    policies = {name: load_policy(name) for name in spec.policy}
+    device = resolve_device(spec)
+
+    def probes(policy: str, collective: str, dtype: str, ranks: int) -> list[int]:
+        from commbench.policy.boundaries import probe_sizes
+
+        platform = Platform(device=device, world_size=ranks, one_host=True, group="world")
+        return probe_sizes(policies[policy], collective, dtype, platform)
+
+    expansion = expand(spec, psutil.virtual_memory().total, probes)
+    settings = Settings(
+        seed=spec.seed,
+        target_ci=spec.target_ci,
+        max_time_per_point_s=spec.max_time_per_point,
+        budget_s=None if spec.budget is None else spec.budget / spec.launches,
+        sync=spec.sync,
+        device=device,
+        backends=tuple(b for b in spec.backends if b != AUTO),
+    )
+    return expansion, settings
+
+
+def estimate_s(expansion: Expansion, spec: SweepSpec) -> float:
+    """About how long a run takes: what was seen on two cores, bounded by the budget. For people, not for decisions."""
+    per_launch = 6.0
+    for point in expansion.points:
+        # preparing and checking go over every rank's buffers a few times, at about 1 GB/s and rank
+        handling = 0.02 + 6 * point.size_bytes * point.world_size / 2e9
+        per_launch += 0.8 * spec.max_time_per_point + handling
+    total = per_launch * spec.launches
+    return min(total, spec.budget + 10 * spec.launches) if spec.budget else total
+
+
+def dry_run(expansion: Expansion, spec: SweepSpec, out: Path) -> dict[str, Any]:
+    """What a sweep would do: points, time, command."""
+    return {
+        "points": [p.to_dict() for p in expansion.points],
+        "skipped_combinations": dict(expansion.skipped),
+        "launches": spec.launches,
+        "estimated_s": round(estimate_s(expansion, spec), 1),
+        "command": launch_command(out, 0, spec.tp),
+    }
+
+
+def execute(
+    spec: SweepSpec,
+    expansion: Expansion,
+    settings: Settings,
+    out: Path,
+    on_event: Callable[[Event], None],
+    argv: Sequence[str] = (),
+) -> Run:
+    """Run all launches and close the run directory; gives it opened.
+
+    On KeyboardInterrupt the ranks are stopped and every finished point is kept; the manifest's outcome then is
+    ``interrupted``, and the exception goes on. Raises StoreError before anything runs when ``out`` cannot be used,
+    and LaunchError when a launch cannot start.
+    """
+    check_writable(out)
+    plan = Plan(expansion.points, settings.to_dict())
+    manifest: dict[str, Any] = {
+        "run_id": out.name,
+        "commbench": __version__,
+        "argv": list(argv) or sys.argv,
+        "started_s": time.time(),
+        "outcome": "running",
+        "spec": spec.model_dump(),
+        "settings": settings.to_dict(),
+        "points_planned": len(expansion.points) * spec.launches,
+        "skipped_combinations": dict(expansion.skipped),
+        "fingerprint": fingerprint(settings.device),
+        "launches": [],
+    }
+    create(out, manifest, plan)
+    outcome = "failed"
+    try:
+        for launch in range(spec.launches):
+            run_launch(out, launch, spec.tp, on_event)
+        outcome = "complete"
+    except KeyboardInterrupt:
+        outcome = "interrupted"
+        raise
+    except LaunchError as error:
+        update_manifest(out, error=str(error))
+        raise
+    finally:
+        finish(out)
+        run = open_run(out)
+        statuses = Counter(str(row["status"]) for row in run.rows())
+        update_manifest(out, outcome=outcome, ended_s=time.time(), statuses=dict(statuses))
+    return open_run(out)

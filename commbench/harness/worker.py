@@ -1,0 +1,143 @@
+"""One rank of a launch: set up the group, measure the points of the plan, hand results to the store."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commbench.backends.base import Group
+from commbench.coordinator.group import GroupCoordinator
+from commbench.coordinator.world import local_platform, world_group
+from commbench.harness.launch import PROGRESS
+from commbench.harness.order import shuffled
+from commbench.measure.session import Meter
+from commbench.measure.settings import Settings
+from commbench.measure.team import Team
+from commbench.policy import load_policy
+from commbench.store.run import Plan, PointLog, open_run, row_of
+from commbench.store.samples import SampleLog
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask Linux to end this process when its parent ends, so that no rank outlives its launcher."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Objects:
+    """Set-up traffic over the world's process group."""
+
+    def __init__(self, process_group: Any) -> None:
+        self._process_group = process_group
+
+    def all_gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size(self._process_group)
+        dist.all_gather_object(values, value, group=self._process_group)
+        return values
+
+
+class Teller:
+    """Rank 0's line to the watching command."""
+
+    def __init__(self, directory: Path, launch: int) -> None:
+        self._stream = (directory / PROGRESS).open("a")
+        self._launch = launch
+
+    def tell(self, event: str, **facts: Any) -> None:
+        record = {"time_s": time.time(), "launch": self._launch, "event": event, **facts}
+        self._stream.write(json.dumps(record) + "\n")
+        self._stream.flush()
+
+
+def last_level_cache_bytes() -> int:
+    """The largest cache that this process's first core can use, as sysfs tells; 32 MiB where it does not."""
+    largest = 0
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = index.read_text().strip()
+        if text.endswith("K") and text[:-1].isdigit():
+            largest = max(largest, int(text[:-1]) << 10)
+    return largest or 32 << 20
+
+
+def main(directory: Path, launch: int) -> None:
+    die_with_parent()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    plan = Plan.load(directory)
+    settings = Settings.from_dict(plan.settings)
+    torch.set_num_threads(1)
+    device = torch.device(settings.device)
+    if settings.device != "cpu":
+        device = torch.device(settings.device, int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    group: Group = world_group(device, COLLECTIVE_TIMEOUT)
+    coordinator = GroupCoordinator(
+        group, load_policy(settings.policy), local_platform(device), backends=settings.backends
+    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    team = Team.form(rank, size, Objects(group.cpu_group), oversubscribed=size > cores)
+
+    done = {row["point_id"] for row in open_run(directory).rows() if row["launch"] == launch}
+    points = [(order, p) for order, p in shuffled(plan.points, settings.seed, launch) if p.point_id not in done]
+    if rank == 0:
+        samples, log, teller = SampleLog(directory, launch), PointLog(directory), Teller(directory, launch)
+    team.barrier()
+    meter = Meter(
+        coordinator,
+        team,
+        settings,
+        cache_bytes=last_level_cache_bytes(),
+        keep=samples.append if rank == 0 else None,
+        tell=(lambda label, order: teller.tell("visit", label=label, order=order)) if rank == 0 else None,
+    )
+    if rank == 0:
+        p50, p99, missed = meter.start_skew_s()
+        teller.tell(
+            "ready",
+            usable=coordinator.usable,
+            timer={
+                "resolution_s": meter.timer.resolution_s,
+                "overhead_s": meter.timer.overhead_s,
+                "spread_s": meter.timer.spread_s,
+            },
+            start={"sync": meter.sync, "skew_p50_s": p50, "skew_p99_s": p99, "missed_windows": missed},
+            oversubscribed=team.oversubscribed,
+            cores=cores,
+            last_level_cache_bytes=last_level_cache_bytes(),
+        )
+    run_id = directory.name
+    for row in meter.measure(points):
+        if rank == 0:
+            values = {"run_id": run_id, "launch": launch, **row["values"]}
+            log.append(row_of(row["point"], values))
+            teller.tell("point", order=values["order"], status=values["status"])
+    if rank == 0:
+        teller.tell("done")
+    team.barrier()
+    coordinator.destroy()
+    team.close()
+    dist.destroy_process_group()
+
+
+def run(directory: Path, launch: int) -> None:
+    """``main``, and on any failure a traceback in this rank's log and an exit that waits for no peer."""
+    try:
+        main(directory, launch)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        # peers may be waiting in a collective, and torch's own teardown would wait for them
+        os._exit(1)

@@ -1,0 +1,72 @@
+"""The timed loop: the only code that runs while the clock does.
+
+It allocates no tensor, grows no list, does no I/O and takes no lock; the garbage collector is off.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import cycle, islice, repeat
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commbench.measure.clock import Clock, now_ns
+from commbench.measure.gate import Gate
+
+Call = Callable[[], object]
+
+
+class Block:
+    """Room for the timestamps of up to ``capacity`` samples of one rank, allocated once per launch."""
+
+    def __init__(self, capacity: int) -> None:
+        self.starts: NDArray[np.int64] = np.zeros(capacity, dtype=np.int64)
+        self.ends: NDArray[np.int64] = np.zeros(capacity, dtype=np.int64)
+        self.late: NDArray[np.uint8] = np.zeros(capacity, dtype=np.uint8)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection inside; the state before comes back."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def run_block(calls: Sequence[Call], gate: Gate, n: int, block: Block, batch: int = 1, clock: Clock = now_ns) -> None:
+    """Take n samples of ``batch`` iterations each into the first n places of ``block``.
+
+    ``calls`` holds one bound collective per set of buffers and is walked through in turn.
+    """
+    starts, ends, late = memoryview(block.starts), memoryview(block.ends), memoryview(block.late)
+    with no_collection():
+        if batch == 1:
+            for i, call in zip(range(n), cycle(calls), strict=False):
+                late[i] = gate()
+                start = clock()
+                call()
+                end = clock()
+                starts[i] = start
+                ends[i] = end
+        else:
+            endless = cycle(calls) if len(calls) > 1 else repeat(calls[0])
+            for i in range(n):
+                late[i] = gate()
+                some = islice(endless, batch)
+                start = clock()
+                for call in some:
+                    call()
+                end = clock()
+                starts[i] = start
+                ends[i] = end
+
+
+def nothing() -> None:
+    """The empty call, for measuring what the loop itself costs."""

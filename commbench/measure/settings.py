@@ -1,0 +1,34 @@
+"""How a sweep's points are measured: what the plan hands to every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """target_ci: relative half-width of the median's interval to stop at. max_time_per_point_s: sampling and
+    warm-up time of one point in one launch. budget_s: time for all points of one launch (None: no limit). sync: how
+    iterations start (gate.SYNCS). device: cpu or cuda. backends: those to set up beside the policy's.
+    """
+
+    seed: int = 0
+    target_ci: float = 0.01
+    max_time_per_point_s: float = 1.0
+    budget_s: float | None = None
+    sync: str = "window"
+    device: str = "cpu"
+    policy: str = "commbench"
+    backends: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Settings:
+        known = {f.name for f in fields(cls)}
+        values = {name: value for name, value in record.items() if name in known}
+        values["backends"] = tuple(values.get("backends", ()))
+        return cls(**values)

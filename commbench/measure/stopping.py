@@ -1,0 +1,41 @@
+"""When a point has been measured enough: pure decisions over the latencies so far."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from commbench.statistics import FEWEST_FOR_INTERVAL, Array, Interval, median_interval
+
+GROWTH = 1.4  # the interval is looked at only when n has grown so much: looking often stops too early
+FEWEST_VISITS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One look at a point. done: stop now. target_reached: the interval is as narrow as asked for."""
+
+    done: bool
+    target_reached: bool
+    interval: Interval | None
+    next_n: int  # samples to have in total before the next look
+
+
+@dataclass(frozen=True, slots=True)
+class StoppingRule:
+    """Stop when half-width / median of the median's interval is at most ``target``, or ``max_time_s`` is used up.
+
+    At least FEWEST_VISITS visits and six samples are taken, unless three times ``max_time_s`` has passed.
+    """
+
+    target: float
+    max_time_s: float
+
+    def look(self, latencies: Array, visits: int, elapsed_s: float) -> Progress:
+        n = len(latencies)
+        interval = median_interval(latencies) if n else None
+        reached = interval is not None and interval.relative_half_width <= self.target
+        enough = n >= FEWEST_FOR_INTERVAL and visits >= FEWEST_VISITS
+        out_of_time = elapsed_s >= self.max_time_s
+        done = (enough and (reached or out_of_time)) or elapsed_s >= 3 * self.max_time_s
+        return Progress(done, reached, interval, max(n + 1, math.ceil(n * GROWTH)))

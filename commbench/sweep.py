@@ -1,0 +1,434 @@
+"""A sweep: what to measure, from a TOML file or flags, checked and unfolded into points.
+
+Lists multiply: every collective with every op, dtype, size, … that it has. Combinations that cannot exist are
+skipped and counted; a value that ends up in no point at all is an error, since somebody asked for it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from commbench.errors import SpecError, UnknownName, unknown
+from commbench.registry import BACKENDS
+from commbench.types import AUTO, CACHES, COLLECTIVES, DTYPES, LAYOUTS, NO_DTYPE, OPS, PLACEMENTS, Point, ops_of
+from commbench.units import format_size, parse_duration, parse_percent, parse_size
+
+DEFAULT_SIZES = "8:16MiB:x8"
+BOUNDARIES = "boundaries"  # in place of a size: the policy's thresholds, one element to each side
+MOST_STEPS = 10_000
+MEASURED_MODES = ("eager",)
+BYTES_PER_RANK = 200 << 20  # what a rank's process takes before any buffer (torch's own memory)
+SYNCS = ("window", "barrier", "none")
+DEVICES = ("auto", "cpu", "cuda")
+
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRange:
+    """start:stop:step, both ends included. step multiplies (x2, x1.414) or adds (+1KiB)."""
+
+    start: int
+    stop: int
+    factor: float = 0.0
+    increment: int = 0
+
+    def sizes(self) -> Iterator[int]:
+        exact = float(self.start)
+        while round(exact) <= self.stop:
+            yield round(exact)
+            exact = exact * self.factor if self.factor else exact + self.increment
+
+
+def parse_sizes(text: str) -> list[int | SizeRange | str]:
+    """Sizes and ranges from ``8,1KiB,8:64MiB:x2,1KiB:16KiB:+1KiB,boundaries``. Raises SpecError."""
+    parsed: list[int | SizeRange | str] = []
+    for token in (t.strip() for t in str(text).split(",")):
+        if not token:
+            continue
+        if token == BOUNDARIES:
+            parsed.append(token)
+            continue
+        parts = token.split(":")
+        if len(parts) == 1:
+            size = parse_size(token)
+            if size == 0:
+                raise SpecError("size 0 has nothing to measure; the smallest message is one element")
+            parsed.append(size)
+        elif len(parts) in (2, 3):
+            parsed.append(_parse_range(token, parts))
+        else:
+            raise SpecError(f"size {token!r} is no range; write start:stop:step, such as 8:64MiB:x2")
+    return parsed
+
+
+def _parse_range(token: str, parts: Sequence[str]) -> SizeRange:
+    start, stop = parse_size(parts[0]), parse_size(parts[1])
+    step = parts[2].strip() if len(parts) == 3 else "x2"
+    if start == 0:
+        raise SpecError(f"range {token!r} starts at 0; the smallest message is one element")
+    if stop < start:
+        raise SpecError(f"range {token!r} ends below its start; write the smaller size first")
+    if step.startswith(("x", "*")):
+        try:
+            factor = float(step[1:])
+        except ValueError:
+            raise SpecError(f"range {token!r}: step {step!r} is no factor; write x2 or x1.414") from None
+        if not 1 < factor < math.inf:
+            raise SpecError(f"range {token!r}: step {step!r} never reaches the end; a factor must be above 1")
+        if math.log(stop / start) / math.log(factor) > MOST_STEPS:
+            raise SpecError(f"range {token!r} has more than {MOST_STEPS} steps; take a larger factor")
+        return SizeRange(start, stop, factor=factor)
+    if step.startswith("+"):
+        increment = parse_size(step[1:])
+        if increment == 0:
+            raise SpecError(f"range {token!r}: step {step!r} never reaches the end; add at least one byte")
+        if (stop - start) // increment > MOST_STEPS:
+            raise SpecError(f"range {token!r} has more than {MOST_STEPS} steps; take a larger step")
+        return SizeRange(start, stop, increment=increment)
+    raise SpecError(f"range {token!r}: step {step!r} is neither a factor (x2) nor an increment (+1KiB)")
+
+
+class SweepSpec(BaseModel):
+    """What a sweep file or the flags say. Every list multiplies with the others."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = "sweep"
+    description: str = ""
+    # what to measure
+    collectives: Names = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+    dtypes: Names = ("float32", "bfloat16")
+    ops: Names = ("sum",)
+    sizes: str = DEFAULT_SIZES
+    layout: Names = ("contiguous",)
+    placement: Names = ()  # none: each collective's customary one
+    cache: Names = ("hot",)
+    mode: Names = ("eager",)
+    backends: Names = (AUTO,)
+    policy: Names = ("commbench",)
+    group: Names = ("world",)
+    # how
+    tp: int = 2
+    device: str = "auto"
+    launches: int = 1
+    target_ci: float = 0.01
+    max_time_per_point: float = 0.5
+    budget: float | None = None
+    seed: int = 0
+    sync: str = "window"
+
+    @field_validator(
+        "collectives", "dtypes", "ops", "layout", "placement", "cache", "mode", "backends", "policy", "group",
+        mode="before",
+    )  # fmt: skip
+    @classmethod
+    def _a_list(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
+            return tuple(dict.fromkeys(value))
+        raise ValueError("must be a list of names")
+
+    @field_validator("sizes", mode="before")
+    @classmethod
+    def _one_text(cls, value: Any) -> Any:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return str(value)
+        if isinstance(value, list | tuple):
+            if any(isinstance(v, bool) or not isinstance(v, str | int) for v in value):
+                raise ValueError("must be sizes, such as 8, '1KiB' or '8:64MiB:x2'")
+            return ",".join(str(v) for v in value)
+        return value
+
+    @field_validator("collectives", "dtypes", "ops", "layout", "placement", "cache", "mode", "backends")
+    @classmethod
+    def _known(cls, value: Names, info: Any) -> Names:
+        allowed: dict[str, Sequence[str]] = {
+            "collectives": list(COLLECTIVES),
+            "dtypes": list(DTYPES),
+            "ops": OPS,
+            "layout": LAYOUTS,
+            "placement": PLACEMENTS,
+            "cache": CACHES,
+            "mode": MEASURED_MODES,
+            "backends": [AUTO, *BACKENDS],
+        }
+        for name in value:
+            if name not in allowed[info.field_name]:
+                known = ", ".join(allowed[info.field_name])
+                raise ValueError(f"unknown {_SINGULAR[info.field_name]} {name!r}; allowed: {known}")
+        if not value and info.field_name != "placement":
+            raise ValueError("is empty; name at least one")
+        return value
+
+    @field_validator("group")
+    @classmethod
+    def _groups_exist(cls, value: Names) -> Names:
+        for name in value:
+            if name != "world":
+                raise ValueError(f"unknown group {name!r}; allowed: world")
+        return value
+
+    @field_validator("sizes")
+    @classmethod
+    def _sizes_parse(cls, value: str) -> str:
+        if not parse_sizes(value):
+            raise ValueError("is empty; name at least one size")
+        return value
+
+    @field_validator("device")
+    @classmethod
+    def _device_known(cls, value: str) -> str:
+        if value not in DEVICES:
+            raise ValueError(f"{value!r} is no device; allowed: {', '.join(DEVICES)}")
+        return value
+
+    @field_validator("sync")
+    @classmethod
+    def _sync_known(cls, value: str) -> str:
+        if value not in SYNCS:
+            raise ValueError(f"{value!r} is no way to start iterations; allowed: {', '.join(SYNCS)}")
+        return value
+
+    @field_validator("tp", "launches", "seed", mode="before")
+    @classmethod
+    def _whole(cls, value: Any, info: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{value!r} is not a whole number")
+        if info.field_name == "tp" and value < 2:
+            raise ValueError(f"{value} ranks cannot hold a collective; it takes at least 2")
+        if info.field_name == "launches" and not 1 <= value <= 1000:
+            raise ValueError(f"{value} is not between 1 and 1000")
+        return value
+
+    @field_validator("target_ci", mode="before")
+    @classmethod
+    def _percent(cls, value: Any) -> float:
+        return parse_percent(value)
+
+    @field_validator("max_time_per_point", "budget", mode="before")
+    @classmethod
+    def _duration(cls, value: Any) -> float | None:
+        return None if value is None else parse_duration(value)
+
+
+_SINGULAR = {
+    "collectives": "collective",
+    "dtypes": "dtype",
+    "ops": "op",
+    "layout": "layout",
+    "placement": "placement",
+    "cache": "cache",
+    "mode": "mode",
+    "backends": "backend",
+}
+_TABLES = {
+    "sweep": (
+        "collectives", "dtypes", "ops", "sizes", "layout", "placement", "cache", "mode", "backends", "policy", "group",
+    ),
+    "run": ("tp", "device", "launches", "target_ci", "max_time_per_point", "budget", "seed", "sync"),
+}  # fmt: skip
+
+
+def shipped_sweeps() -> dict[str, Path]:
+    """The sweeps that come with commbench: name → file, from the package or from a checkout's ``sweeps/``."""
+    here = Path(__file__).resolve().parent
+    for folder in (here / "_sweeps", here.parent / "sweeps"):
+        if folder.is_dir():
+            return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    return {}
+
+
+def find_sweep(name: str) -> Path:
+    """A sweep file by path, or a shipped one by its name. Raises UnknownName, or SpecError if it is a folder."""
+    path = Path(name)
+    if path.is_dir():
+        raise SpecError(f"{name} is a folder; name a sweep file in it")
+    if path.is_file():
+        return path
+    shipped = shipped_sweeps()
+    if name in shipped:
+        return shipped[name]
+    if path.suffix or os.sep in name:
+        # `sweeps/quick.toml` is how the docs write it; it works from any folder
+        if path.parent.name == "sweeps" and path.stem in shipped:
+            return shipped[path.stem]
+        raise UnknownName(f"no sweep file {name}; shipped sweeps: {', '.join(shipped)}")
+    raise unknown("sweep", name, shipped)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The flat settings of a sweep file. Raises SpecError naming file, key or line."""
+    try:
+        document = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SpecError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{path} is not UTF-8 text: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError(f"{path} is not valid TOML: {error}") from error
+    flat: dict[str, Any] = {"name": path.stem}
+    for key, value in document.items():
+        if key in ("name", "description") and isinstance(value, str):
+            flat[key] = value
+        elif key in _TABLES:
+            if not isinstance(value, dict):
+                raise SpecError(f"{path}: {key} must be a table: [{key}]")
+            for name, setting in value.items():
+                if name not in _TABLES[key]:
+                    home = next((t for t, names in _TABLES.items() if name in names), "")
+                    hint = f"it belongs under [{home}]" if home else f"allowed: {', '.join(_TABLES[key])}"
+                    raise SpecError(f"{path}: unknown key {key}.{name}; {hint}")
+                flat[name] = setting
+        else:
+            raise SpecError(f"{path}: unknown key {key!r}; allowed: name, description, [sweep], [run]")
+    return flat
+
+
+def make_spec(settings: Mapping[str, Any], source: Mapping[str, str]) -> SweepSpec:
+    """A checked spec. ``source`` says where each setting comes from, for messages. Raises SpecError."""
+    try:
+        return SweepSpec(**settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0]) if first["loc"] else ""
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            message = f"unknown key; allowed: {', '.join(SweepSpec.model_fields)}"
+        raise SpecError(f"{source.get(key, key)}: {message}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """The points of a sweep in canonical order, and the combinations that cannot exist: reason → how many."""
+
+    points: tuple[Point, ...]
+    skipped: Mapping[str, int]
+
+
+# (policy, collective, dtype, world size) → sizes at and around the policy's thresholds
+Probes = Callable[[str, str, str, int], list[int]]
+
+
+def expand(spec: SweepSpec, memory_bytes: int, probes: Probes | None = None) -> Expansion:
+    """Unfold a spec into points.
+
+    memory_bytes: what this host has; larger requests are refused before anything starts. probes: for the size
+    ``boundaries``. Raises SpecError for an explicit size that does not fit, a value that no point uses, or no point.
+    """
+    _check_memory(spec, memory_bytes)
+    tokens = parse_sizes(spec.sizes)
+    skipped: Counter[str] = Counter()
+    used: set[tuple[str, str]] = set()
+    points: dict[Point, None] = {}
+    for collective_name, backend, policy, group, mode, cache in product(
+        spec.collectives, spec.backends, spec.policy, spec.group, spec.mode, spec.cache
+    ):
+        collective = COLLECTIVES[collective_name]
+        common = {"world_size": spec.tp, "group": group, "backend": backend, "policy": policy, "mode": mode}
+        if not collective.has_data:
+            points[Point(collective_name, "", NO_DTYPE, 0, cache="hot", placement="in", **common)] = None
+            used |= {("collectives", collective_name)}
+            continue
+        for dtype, layout, placement, op in product(
+            spec.dtypes, spec.layout, spec.placement or (collective.placements[0],), spec.ops if collective.reduces else ("",)
+        ):
+            reason = _impossible(collective_name, dtype, op, layout, placement)
+            if reason:
+                skipped[reason] += 1
+                continue
+            used |= {
+                ("collectives", collective_name), ("dtypes", dtype), ("layout", layout), ("placement", placement),
+                ("ops", op), ("cache", cache),
+            }  # fmt: skip
+            for size in _sizes_for(tokens, collective_name, dtype, spec.tp, policy, probes):
+                point = Point(
+                    collective_name, op, dtype, size, layout=layout, cache=cache, placement=placement, **common
+                )
+                points[point] = None
+    for key in ("collectives", "dtypes", "ops", "layout", "placement", "cache"):
+        for value in getattr(spec, key):
+            if (key, value) not in used and _asked_for(spec, key):
+                why = next((r for r in skipped if value in r), "nothing in this sweep can have it")
+                raise SpecError(f"{key}: {value!r} would not be measured: {why}")
+    if not points:
+        raise SpecError("nothing to measure: " + "; ".join(skipped) if skipped else "nothing to measure")
+    return Expansion(tuple(points), dict(skipped))
+
+
+def _asked_for(spec: SweepSpec, key: str) -> bool:
+    """Whether the user named this list; what the defaults hold may go unused (a barrier has no dtype)."""
+    return key in spec.model_fields_set
+
+
+def _impossible(collective: str, dtype: str, op: str, layout: str, placement: str) -> str:
+    """Why a combination cannot exist, or ""."""
+    info = COLLECTIVES[collective]
+    if op and op not in ops_of(dtype):
+        return f"op {op} does not exist for {dtype}"
+    if placement not in info.placements:
+        return f"{collective} has no {placement}-place form"
+    if layout == "strided" and placement == "in" and collective in ("all_gather", "reduce_scatter"):
+        return f"in-place {collective} works on parts of one contiguous tensor, not on strided ones"
+    return ""
+
+
+def _sizes_for(
+    tokens: Sequence[int | SizeRange | str],
+    collective: str,
+    dtype: str,
+    ranks: int,
+    policy: str,
+    probes: Probes | None,
+) -> list[int]:
+    """Sizes in bytes for one collective and dtype: explicit ones must fit, ranges are rounded down to fit."""
+    itemsize = DTYPES[dtype].itemsize
+    unit = itemsize * (ranks if COLLECTIVES[collective].splits else 1)
+    sizes: dict[int, None] = {}
+    for token in tokens:
+        if isinstance(token, int):
+            if token % unit:
+                per = f"{itemsize} bytes" + (f" × {ranks} ranks" if unit != itemsize else "")
+                raise SpecError(
+                    f"size {token} is no multiple of {unit} ({per}), which {collective} of {dtype} needs; "
+                    f"take {max(unit, token // unit * unit)}, or a range, which is rounded down"
+                )
+            sizes[token] = None
+        elif isinstance(token, SizeRange):
+            for size in token.sizes():
+                # the first step of a range may be below one element per rank: the smallest that exists stands in
+                sizes[max(unit, size // unit * unit)] = None
+        elif probes is not None:
+            for size in probes(policy, collective, dtype, ranks):
+                sizes[max(unit, size // unit * unit)] = None
+    return sorted(sizes)
+
+
+def _check_memory(spec: SweepSpec, memory_bytes: int) -> None:
+    largest = max((t if isinstance(t, int) else t.stop for t in parse_sizes(spec.sizes) if not isinstance(t, str)), default=0)
+    ranks = spec.tp * BYTES_PER_RANK
+    if ranks > memory_bytes:
+        raise SpecError(
+            f"--tp {spec.tp}: so many ranks need about {format_size(ranks >> 20 << 20)} of memory for their processes "
+            f"alone, this host has {format_size(memory_bytes >> 20 << 20)}"
+        )
+    # input and output on every rank, and one more copy while results are compared
+    needed = ranks + spec.tp * 3 * largest
+    if needed > memory_bytes:
+        raise SpecError(
+            f"size {largest} ({format_size(largest)}) with {spec.tp} ranks needs about {needed / 2**30:.1f} GiB of memory, "
+            f"this host has {memory_bytes / 2**30:.1f} GiB"
+        )
+
+
