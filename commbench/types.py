@@ -204,7 +204,7 @@ class Platform:
     env: Mapping[str, str] = field(default_factory=dict)
     requested: frozenset[str] | None = None
     p2p: bool = True
-    workspace: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from commbench.errors import PolicyError
-from commbench.policy.gates import Edge, Value
+from commbench.errors import PolicyError, SpecError, unknown
+from commbench.policy.gates import Edge, Value, as_word
 from commbench.policy.load import read_policy
 from commbench.policy.model import (
     Condition,
@@ -26,7 +26,7 @@ from commbench.policy.model import (
     table_facts,
 )
 from commbench.types import CallSignature, Decision, Declined, Platform
-from commbench.units import format_size
+from commbench.units import format_size, parse_size
 
 _NO_DECLINES: Mapping[str, str] = {}
 
@@ -60,8 +60,8 @@ class Verdict:
 
     @property
     def raises(self) -> str:
-        """The exception that the engine raises before or while it picks, "" if none."""
-        return self.faults[0].raises if self.route is None and self.faults else ""
+        """The exception that the engine raises before or while it picks; meaningful where route is None."""
+        return self.faults[0].raises if self.route is None and self.faults else "nothing accepts"
 
     @property
     def picked(self) -> str:
@@ -81,7 +81,16 @@ class _Bound:
         self.missing = missing
 
     def __str__(self) -> str:
-        return self.condition.gate.describe(self.arguments)
+        return self.condition.describe(self.arguments)
+
+    def ask(self, site: Bound, *call: CallSignature) -> str | None:
+        """None if the condition holds, else why not."""
+        if self.missing:
+            return self.missing
+        reason = self.check(*call, site=site, **self.arguments)
+        if self.condition.negate:
+            return None if reason is not None else f"{self.condition.gate.describe(self.arguments)}, which rules it out"
+        return reason
 
 
 class Bound:
@@ -93,7 +102,7 @@ class Bound:
         self.platform = platform
         self.collective = collective
         self.dtype = dtype
-        self.values = resolve_parameters(data, platform.env)
+        self.values = resolve_parameters(data, platform)
         self.on = switched_on(data, platform)
         self._facts = table_facts(platform, dtype, self.values)
         self._standings: dict[str, str | None] = {}
@@ -101,17 +110,17 @@ class Bound:
         self.order = data.order(collective, platform.device)
         self.faults = tuple(f for f in data.faults if self._strikes_here(f))
         self._fault_conditions = {f.name: tuple(self._bind(c) for c in f.when) for f in self.faults}
-        self._gate_faults: dict[str, list[Fault]] = {}
+        self._faults_at: dict[tuple[str, str], tuple[Fault, ...]] = {}
         for fault in self.faults:
-            self._gate_faults.setdefault(f"{fault.stage}:{fault.route}", []).append(fault)
-        self._start_faults = [f for f in self.faults if f.stage == "start"]
+            where = (fault.stage, fault.route if fault.stage in ("gate", "take", "step") else "")
+            self._faults_at[where] = (*self._faults_at.get(where, ()), fault)
 
     # -- what gates may ask -------------------------------------------------------------------
 
-    def look_up(self, table: str, **overrides: Value) -> Value | None:
-        facts = self._facts
+    def look_up(self, table: str, **overrides: Value) -> Value | Mapping[str, Value] | None:
+        facts: Mapping[str, str] = self._facts
         if overrides:
-            facts = facts | {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in overrides.items()}
+            facts = self._facts | {k: as_word(v) for k, v in overrides.items()}
         return self.data.tables[table].look_up(facts)
 
     def standing(self, route: str) -> str | None:
@@ -149,20 +158,23 @@ class Bound:
 
     def verdict(self, call: CallSignature) -> Verdict:
         """What the engine itself does, faults included."""
-        for fault in self._start_faults:
+        for fault in self._at("capture", ""):
             if self._strikes(fault, call):
-                return Verdict((), None, fault.effect, (fault,))
+                return Verdict((), None, fault.effect, (fault, *self._at("construction", "")))
         declined: list[tuple[Route, str]] = []
         for route in self.order:
-            for fault in self._gate_faults.get(f"gate:{route.name}", ()):
+            for fault in self._at("gate", route.name):
                 if self._strikes(fault, call):
-                    return Verdict(tuple(declined), None, fault.effect, (fault,))
+                    return Verdict(tuple(declined), None, fault.effect, (fault, *self._at("construction", "")))
             reason = self.refusal(route.name, call)
             if reason is None:
-                faults = tuple(f for f in self._gate_faults.get(f"step:{route.name}", ()) if self._strikes(f, call))
-                return Verdict(tuple(declined), route, self.why(route), faults)
+                for fault in self._at("take", route.name):
+                    if self._strikes(fault, call):
+                        return Verdict(tuple(declined), None, fault.effect, (fault, *self._at("construction", "")))
+                struck = tuple(f for f in self._at("step", route.name) if self._strikes(f, call))
+                return Verdict(tuple(declined), route, self.why(route), (*struck, *self._at("construction", "")))
             declined.append((route, reason))
-        return Verdict(tuple(declined), None, "no route accepts", ())
+        return Verdict(tuple(declined), None, "no route accepts", self._at("construction", ""))
 
     def why(self, route: Route) -> str:
         """Why a route accepts: its conditions, in words."""
@@ -199,7 +211,10 @@ class Bound:
 
     def _resolve(self, value: Any) -> Any:
         if isinstance(value, Reference):
-            return self.values[value.name] if value.kind == "parameter" else self.look_up(value.name)
+            if value.kind == "parameter":
+                return self.values[value.name]
+            found = self.look_up(value.name)
+            return found[value.field] if isinstance(found, Mapping) else found
         return value
 
     def _bind(self, condition: Condition) -> _Bound:
@@ -211,16 +226,11 @@ class Bound:
                 missing = f"{table} has no row for this group"
         return _Bound(condition, arguments, missing)
 
-    def _ask(self, bound: _Bound, *call: CallSignature) -> str | None:
-        if bound.missing:
-            return bound.missing
-        return bound.check(*call, site=self, **bound.arguments)
-
     def _ask_standing(self, route: Route) -> str | None:
         if route.switches and not self.on.intersection(route.switches):
             return f"not enabled{f' ({route.turn_on})' if route.turn_on else ''}"
         for condition in route.needs:
-            reason = self._ask(self._bind(condition))
+            reason = self._bind(condition).ask(self)
             if reason is not None:
                 return reason
         usable = self.platform.usable
@@ -236,16 +246,19 @@ class Bound:
 
     def _refuses(self, route: str, call: CallSignature) -> str | None:
         for bound in self._conditions(route):
-            reason = bound.missing or bound.check(call, self, **bound.arguments)
-            if reason:
+            reason = bound.ask(self, call)
+            if reason is not None:
                 return reason
         return None
 
+    def _at(self, stage: str, route: str) -> tuple[Fault, ...]:
+        return self._faults_at.get((stage, route), ())
+
     def _strikes_here(self, fault: Fault) -> bool:
-        return all(self._ask(self._bind(c)) is None for c in fault.needs)
+        return all(self._bind(c).ask(self) is None for c in fault.needs)
 
     def _strikes(self, fault: Fault, call: CallSignature) -> bool:
-        return all(self._ask(b, call) is None for b in self._fault_conditions[fault.name])
+        return all(b.ask(self, call) is None for b in self._fault_conditions[fault.name])
 
 
 def edges_of(condition: Condition, arguments: Mapping[str, Any], site: Bound) -> list[tuple[int, Edge]]:
@@ -281,7 +294,7 @@ class Policy:
     def values(self, platform: Platform, dtype: str = "float32") -> dict[str, Value]:
         """Every parameter and table resolved for one group: the environment's word applied, tables without a row
         for it left out. Raises PolicyError for an environment variable that cannot be read."""
-        values = resolve_parameters(self.data, platform.env)
+        values = resolve_parameters(self.data, platform)
         facts = table_facts(platform, dtype, values)
         found = dict(values)
         for table in self.data.tables.values():
@@ -337,28 +350,58 @@ def load_policy(name: str) -> Policy:
 def _platform_key(p: Platform) -> tuple[Any, ...]:
     return (
         p.device, p.capability, p.world_size, p.nnodes, p.one_host, p.nvlink, p.multicast, p.consecutive_ranks, p.group,
-        p.cpu_flags, p.requested, p.p2p, p.workspace, tuple(p.usable.items()), tuple(p.env.items()),
+        p.cpu_flags, p.requested, p.p2p, tuple(p.usable.items()), tuple(p.env.items()), tuple(p.settings.items()),
     )  # fmt: skip
 
 
 def switched_on(data: PolicyData, platform: Platform) -> frozenset[str]:
-    """The switches that are on: those requested, else the engine's defaults. Raises PolicyError for an unknown one."""
+    """The switches that are on: those requested, else the engine's defaults and what the environment says of them.
+
+    Raises PolicyError for an unknown switch and for a variable that is neither true nor false.
+    """
     if platform.requested is None:
-        return frozenset(s.name for s in data.switches.values() if platform.device in s.default_on)
+        on = {s.name for s in data.switches.values() if platform.device in s.default_on}
+        for variable in data.variables.values():
+            text = platform.env.get(variable.name)
+            if variable.switch and text is not None:
+                flag = Parameter(variable.switch, False, "flag")
+                (on.add if read_variable(variable, flag, text) else on.discard)(variable.switch)
+        return frozenset(on)
     for name in platform.requested:
         if name not in data.switches:
             raise PolicyError(f"policy {data.name} has no switch {name!r}; it has {', '.join(data.switches) or 'none'}")
     return platform.requested
 
 
-def resolve_parameters(data: PolicyData, env: Mapping[str, str]) -> dict[str, Value]:
-    """Parameter → value, with the environment's word where it has one. Raises PolicyError for a bad value."""
+def resolve_parameters(data: PolicyData, platform: Platform) -> dict[str, Value]:
+    """Parameter → value: the platform's settings, else its environment's word, else the file's.
+
+    Raises PolicyError for a value that cannot be read.
+    """
     values = {p.name: p.value for p in data.constants.values()}
     for variable in data.variables.values():
-        text = env.get(variable.name)
-        if text is not None:
+        text = platform.env.get(variable.name)
+        if text is not None and variable.parameter:
             values[variable.parameter] = read_variable(variable, data.constants[variable.parameter], text)
+    for name, text in platform.settings.items():
+        if name not in data.constants:
+            raise PolicyError(str(unknown("parameter", name, data.constants)))
+        values[name] = read_setting(data.constants[name], text)
     return values
+
+
+def read_setting(parameter: Parameter, text: str) -> Value:
+    """A parameter's value from text as a user writes it: ``8MiB``, ``1``, a word. Raises PolicyError."""
+    if parameter.kind == "size":
+        try:
+            return parse_size(text)
+        except SpecError as error:
+            raise PolicyError(f"parameter {parameter.name}: {error}") from error
+    plain = Variable(parameter.name, parameter.name)
+    try:
+        return read_variable(plain, parameter, text)
+    except PolicyError as error:
+        raise PolicyError(str(error).replace("environment variable", "parameter", 1)) from error
 
 
 _TRUE = ("1", "true", "yes", "on")

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import enum
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NewType, Protocol, get_type_hints
 
-from commbench.types import CallSignature, Platform
+from commbench.types import DTYPES, CallSignature, Platform
 from commbench.units import format_size
 
 Size = NewType("Size", int)
@@ -37,6 +38,10 @@ class Site(Protocol):
     def dtype(self) -> str: ...
 
     @property
+    def on(self) -> frozenset[str]:
+        """The switches that configuration turned on."""
+
+    @property
     def values(self) -> Mapping[str, Value]:
         """The policy's parameters after the environment variables that change them."""
 
@@ -46,8 +51,9 @@ class Site(Protocol):
     def refusal(self, route: str, call: CallSignature) -> str | None:
         """None if that route would take the call, else why not."""
 
-    def look_up(self, table: str, **overrides: Value) -> Value | None:
-        """A table's value for this group and dtype, with some of its keys replaced; None where it has no row."""
+    def look_up(self, table: str, **overrides: Value) -> Value | Mapping[str, Value] | None:
+        """A table's value (or values by field) for this group and dtype, with some of its keys replaced or given;
+        None where it has no row."""
 
 
 class Edge(enum.Enum):
@@ -61,13 +67,15 @@ class Edge(enum.Enum):
 
 @dataclass(frozen=True)
 class Gate:
-    """A named predicate. says: the condition in words, with the arguments' names in braces."""
+    """A named predicate. says: the condition in words, with the arguments' names in braces. edge: how the argument
+    ``limit`` divides the sizes; edges: the same for gates whose limits take working out (mode, site, arguments)."""
 
     name: str
     check: Callable[..., str | None]
     says: str
     per_call: bool
     edge: Edge | None
+    edges: Callable[..., list[tuple[int, Edge]]] | None = None
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -107,8 +115,10 @@ def _standing(says: str) -> Callable[[Callable[..., str | None]], Gate]:
     return lambda check: Gate(check.__name__, check, says, False, None)
 
 
-def _call(says: str, edge: Edge | None = None) -> Callable[[Callable[..., str | None]], Gate]:
-    return lambda check: Gate(check.__name__, check, says, True, edge)
+def _call(
+    says: str, edge: Edge | None = None, edges: Callable[..., list[tuple[int, Edge]]] | None = None
+) -> Callable[[Callable[..., str | None]], Gate]:
+    return lambda check: Gate(check.__name__, check, says, True, edge, edges)
 
 
 # ---- standing gates: asked once per group -------------------------------------------------------
@@ -242,6 +252,12 @@ def stands_aside_for(site: Site, routes: Words) -> str | None:
     return None
 
 
+@_standing("{switches} is switched on")
+def switched_on(site: Site, switches: Words) -> str | None:
+    """Configuration turned one of those switches on."""
+    return None if site.on.intersection(switches) else f"{' and '.join(switches)} is off"
+
+
 @_standing("never")
 def never(site: Site, why: str) -> str | None:
     """Never holds: for a route that an engine names and cannot reach."""
@@ -282,6 +298,12 @@ def weakly_contiguous(call: CallSignature, site: Site) -> str | None:
     return None if call.layout != "strided" else f"the tensor is {_LAYOUT_WORDS[call.layout]}"
 
 
+@_call("layout is one of {layouts}")
+def layout_in(call: CallSignature, site: Site, layouts: Words) -> str | None:
+    """contiguous, strided (gaps between elements) or dense_t (transposed: dense, not contiguous)."""
+    return None if call.layout in layouts else f"the tensor is {_LAYOUT_WORDS[call.layout]}"
+
+
 @_call("size < {limit}", Edge.BELOW)
 def size_below(call: CallSignature, site: Site, limit: Size) -> str | None:
     """size in bytes < limit."""
@@ -314,6 +336,13 @@ def size_above(call: CallSignature, site: Site, limit: Size) -> str | None:
     return f"{format_size(call.size_bytes)} is not > {format_size(limit)}"
 
 
+@_call("size > the largest power of two ≤ {limit}")
+def above_power_of_two(call: CallSignature, site: Site, limit: Size) -> str | None:
+    """size in bytes > the largest power of two that is ≤ limit."""
+    power = 1 << (limit.bit_length() - 1) if limit > 0 else 0
+    return None if call.size_bytes > power else f"{format_size(call.size_bytes)} is not > {format_size(power)}"
+
+
 @_call("mode is one of {modes}")
 def mode_in(call: CallSignature, site: Site, modes: Words) -> str | None:
     """eager; graph: inside graph capture; pcg: in a piecewise graph; compile: under torch.compile."""
@@ -339,6 +368,325 @@ def unless_taken_by(call: CallSignature, site: Site, routes: Words) -> str | Non
         if site.refusal(route, call) is None:
             return f"{route} takes this call"
     return None
+
+
+def _quick_minimum(site: Site, table: str, cast: bool) -> int | None:
+    """The minimum of quick all-reduce for this group: a bfloat16 tensor that is cast uses the float16 row."""
+    dtype = "float16" if cast else site.dtype
+    value = site.look_up(table, dtype=dtype)
+    return value if isinstance(value, int) else None
+
+
+def _quick_edges(mode: str, site: Site, table: str, cast: bool) -> list[tuple[int, Edge]]:
+    minimum = _quick_minimum(site, table, cast)
+    return [] if minimum is None else [(minimum, Edge.AT_LEAST)]
+
+
+@_call("size is at least {table}'s value for this dtype", edges=_quick_edges)
+def quick_reduce_minimum(call: CallSignature, site: Site, table: str, cast: bool) -> str | None:
+    """Quick all-reduce's minimum size by dtype, world size and level; cast: bfloat16 uses the float16 row."""
+    minimum = _quick_minimum(site, table, cast)
+    if minimum is None:
+        return f"{table} has no row for {call.dtype} in {describe_group(site.platform)}"
+    if call.size_bytes >= minimum:
+        return None
+    return f"{format_size(call.size_bytes)} is not ≥ {format_size(minimum)}"
+
+
+def _v2_reach(mode: str, site: Site, table: str, max_size: int) -> tuple[int, tuple[int, int] | None]:
+    """How far custom all-reduce v2 reaches: (largest size without multicast, multicast's range or None).
+
+    One set of thresholds in a graph, another elsewhere; each is clipped to the buffers, which are as large as the
+    larger set wants, but no larger than max_size. A two-shot push slot of b bytes holds tensors of up to
+    16 × n × (b // 32) bytes on n ranks.
+    """
+    n = site.platform.world_size
+    sets = {context: site.look_up(table, context=context) for context in ("graph", "eager")}
+    here = sets["graph" if mode == "graph" and site.platform.nnodes == 1 else "eager"]
+    wanted = [s for s in sets.values() if isinstance(s, Mapping)]
+    if not isinstance(here, Mapping):
+        return 0, None
+    slot = max(max(int(s["one_shot_push"]), 32 * -(-int(s["two_shot_push"]) // (16 * n))) for s in wanted)
+    pull = max(max(int(s["one_shot_pull"]), int(s["two_shot_pull"]), int(s["multicast_to"])) for s in wanted)
+    slot = -(-max(min(slot, max_size), 1024) // 1024) * 1024
+    pull = -(-max(min(pull, max_size), 1024) // 1024) * 1024 if max_size > 0 else 0
+    reach = max(
+        min(int(here["one_shot_push"]), slot),
+        min(int(here["two_shot_push"]), 16 * n * (slot // 32)),
+        min(int(here["one_shot_pull"]), pull),
+        min(int(here["two_shot_pull"]), pull),
+    )
+    low, high = min(int(here["multicast_from"]), pull), min(int(here["multicast_to"]), pull)
+    return reach, (low, high) if site.platform.multicast and high > 0 else None
+
+
+def _v2_edges(mode: str, site: Site, table: str, max_size: int) -> list[tuple[int, Edge]]:
+    reach, multicast_range = _v2_reach(mode, site, table, max_size)
+    edges = [(reach, Edge.AT_MOST)]
+    if multicast_range and multicast_range[1] > reach:
+        edges += [(multicast_range[0], Edge.AT_LEAST)] if multicast_range[0] > reach else []
+        edges.append((multicast_range[1], Edge.AT_MOST))
+    return edges
+
+
+@_call("size is within reach of {table}, buffers up to {max_size}", edges=_v2_edges)
+def custom_v2_reach(call: CallSignature, site: Site, table: str, max_size: Size) -> str | None:
+    """Custom all-reduce v2 has a kernel for the size: one- or two-shot push or pull, or multicast."""
+    reach, multicast_range = _v2_reach(call.mode, site, table, max_size)
+    size = call.size_bytes
+    if size <= reach or (multicast_range and multicast_range[0] <= size <= multicast_range[1]):
+        return None
+    if multicast_range and multicast_range[1] > reach:
+        low, high = (format_size(b) for b in multicast_range)
+        return f"{format_size(size)} is neither ≤ {format_size(reach)} nor in multicast's {low} to {high}"
+    return f"{format_size(size)} is not ≤ {format_size(reach)}"
+
+
+@_call("size is outside {low} to {high}, both excluded", edges=lambda mode, site, low, high: [(low, Edge.AT_MOST), (high, Edge.AT_LEAST)])
+def size_outside(call: CallSignature, site: Site, low: Size, high: Size) -> str | None:
+    """size ≤ low or size ≥ high."""
+    if call.size_bytes <= low or call.size_bytes >= high:
+        return None
+    return f"{format_size(call.size_bytes)} lies between {format_size(low)} and {format_size(high)}"
+
+
+@_call("tensor has {least} dimensions or more")
+def dimensions_at_least(call: CallSignature, site: Site, least: int) -> str | None:
+    """The tensor's own shape; a call without one counts as one dimension."""
+    have = max(len(call.shape), 1)
+    return None if have >= least else f"the tensor has {have} dimension{'s' if have > 1 else ''}, not {least} or more"
+
+
+@_call("tensor has {count} dimensions")
+def dimensions(call: CallSignature, site: Site, count: int) -> str | None:
+    """Exactly that many dimensions; a call without a shape counts as one."""
+    have = max(len(call.shape), 1)
+    return None if have == count else f"the tensor has {have} dimension{'s' if have > 1 else ''}, not {count}"
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """A FlashInfer workspace: which kernels it serves and the problem that it was sized for."""
+
+    backend: str
+    tokens: int
+    hidden: int
+    dtype: str
+
+
+# FlashInfer, trtllm_mnnvl_ar: one-shot while tokens × hidden × ranks × itemsize is at most this.
+_MNNVL_ONE_SHOT_BYTES = 64 * 1024 * 8 * 2
+
+
+def parse_workspace(text: str) -> Workspace | None:
+    """``backend:tokens:hidden:dtype``, or None for anything else."""
+    parts = text.split(":")
+    if len(parts) != 4 or not (parts[1].isdigit() and parts[2].isdigit()) or parts[3] not in DTYPES:
+        return None
+    return Workspace(parts[0], int(parts[1]), int(parts[2]), parts[3])
+
+
+def _mnnvl_bytes(one_shot: bool, n: int, tokens: int, hidden: int, itemsize: int) -> int:
+    if one_shot:
+        return tokens * hidden * n * itemsize
+    return 2 * -(-tokens // n) * n * hidden * itemsize
+
+
+def workspace_shortfall(workspace: Workspace, n: int, tokens: int, hidden: int, dtype: str) -> str | None:
+    """Why a FlashInfer workspace cannot take tokens × hidden elements on n ranks, or None.
+
+    trtllm: element capacity, and float32 exactly if the workspace is for float32. mnnvl: bytes of the strategy that
+    FlashInfer would take, against a buffer sized for its own problem (rounded up to 32 bytes).
+    """
+    itemsize = DTYPES[dtype].itemsize
+    if workspace.backend == "trtllm":
+        if (workspace.dtype == "float32") != (dtype == "float32"):
+            return f"the workspace was made for {workspace.dtype}, not {dtype}"
+        if tokens * hidden > workspace.tokens * workspace.hidden:
+            return f"{tokens} × {hidden} elements exceed the workspace's {workspace.tokens} × {workspace.hidden}"
+        return None
+    own = DTYPES[workspace.dtype].itemsize
+    one_shot_tokens = min(_MNNVL_ONE_SHOT_BYTES // (n * own * workspace.hidden), workspace.tokens)
+    have = max(
+        _mnnvl_bytes(True, n, one_shot_tokens, workspace.hidden, own),
+        _mnnvl_bytes(False, n, workspace.tokens, workspace.hidden, own),
+    )
+    have = -(-have // 32) * 32
+    need = _mnnvl_bytes(tokens * hidden * n * itemsize <= _MNNVL_ONE_SHOT_BYTES, n, tokens, hidden, itemsize)
+    if need <= have:
+        return None
+    return f"{tokens} × {hidden} needs {need} bytes of workspace buffer, there are {have}"
+
+
+@_standing("FlashInfer workspace {workspace} stands")
+def has_workspace(site: Site, workspace: str) -> str | None:
+    """A fused-kernel workspace was made before (the parameter reads backend:tokens:hidden:dtype)."""
+    if not workspace:
+        return "no FlashInfer workspace has been made"
+    return None if parse_workspace(workspace) else f"workspace {workspace!r} is not backend:tokens:hidden:dtype"
+
+
+@_call("the problem fits FlashInfer's workspace {workspace}")
+def fits_workspace(call: CallSignature, site: Site, workspace: str) -> str | None:
+    """A tensor of tokens × hidden that the workspace has room for. Under torch.compile the engine asks instead that
+    both stay within what the workspace was made for, in the same dtype."""
+    made = parse_workspace(workspace)
+    if made is None:
+        return f"workspace {workspace!r} is not backend:tokens:hidden:dtype"
+    tokens, hidden = call.shape
+    if made.backend == "mnnvl" and hidden % (16 // DTYPES[call.dtype].itemsize):
+        return f"a row of {hidden} {call.dtype} is not a multiple of 16 bytes"
+    if call.mode == "compile":
+        if tokens <= made.tokens and hidden <= made.hidden and call.dtype == made.dtype:
+            return None
+        return f"{tokens} × {hidden} {call.dtype} is not within the workspace's {made.tokens} × {made.hidden} {made.dtype}"
+    return workspace_shortfall(made, site.platform.world_size, tokens, hidden, call.dtype)
+
+
+@_call("at least 16 bytes for each rank, in multiples of 16")
+def pcie_packs(call: CallSignature, site: Site) -> str | None:
+    """FlashInfer's PCIe-IPC kernels: whole packs of 16 bytes, one or more for each rank."""
+    n = site.platform.world_size
+    if call.size_bytes % 16:
+        return f"{call.size_bytes} bytes is not a multiple of 16 ({call.size_bytes % 16} over)"
+    if call.size_bytes < 16 * n:
+        return f"{call.size_bytes} bytes is less than 16 for each of {n} ranks"
+    return None
+
+
+@_call(
+    "at most {limit} elements",
+    edges=lambda mode, site, limit: [(limit * DTYPES[site.dtype].itemsize, Edge.AT_MOST)],
+)
+def elements_at_most(call: CallSignature, site: Site, limit: int) -> str | None:
+    """Number of elements ≤ limit."""
+    return None if call.numel <= limit else f"{call.numel} elements exceed {limit}"
+
+
+def _standing_cap(mode: str, site: Site, limit: int, table: str, beside: str, lifted: bool) -> int | None:
+    """The smaller of limit and the table's value, which counts only where the route ``beside`` came up."""
+    if lifted:
+        return None
+    value = site.look_up(table) if site.standing(beside) is None else None
+    return min(limit, value) if isinstance(value, int) else limit
+
+
+def _standing_cap_edges(mode: str, site: Site, **arguments: Any) -> list[tuple[int, Edge]]:
+    cap = _standing_cap(mode, site, **arguments)
+    return [] if cap is None else [(cap, Edge.BELOW)]
+
+
+@_call("size < {limit}, or less by {table} where {beside} came up (no cap if {lifted})", edges=_standing_cap_edges)
+def size_below_beside(
+    call: CallSignature, site: Site, limit: Size, table: str, beside: str, lifted: bool = False
+) -> str | None:
+    """size < limit; where another route came up, also < the table's value. lifted: no cap at all."""
+    cap = _standing_cap(call.mode, site, limit, table, beside, lifted)
+    if cap is None or call.size_bytes < cap:
+        return None
+    return f"{format_size(call.size_bytes)} is not < {format_size(cap)}"
+
+
+@_standing("FlashInfer backend {backend} can serve this group")
+def flashinfer_backend(site: Site, backend: str) -> str | None:
+    """vLLM's choice of FlashInfer kernels: auto takes mnnvl (and on one node falls back to trtllm); mnnvl needs
+    multicast; across nodes auto needs compute capability 10."""
+    p = site.platform
+    if backend == "auto" and p.nnodes > 1 and p.capability < (10, 0):
+        return "across nodes FlashInfer needs compute capability 10 or newer"
+    if backend == "mnnvl" and not p.multicast:
+        return "mnnvl needs NVLink multicast, which is not supported here"
+    if backend == "auto" and p.nnodes > 1 and not p.multicast:
+        return "across nodes FlashInfer takes mnnvl, which needs NVLink multicast"
+    return None
+
+
+def _flashinfer_budget(site: Site, backend: str, table: str, tuned: str) -> int | None:
+    """Bytes that vLLM sizes a FlashInfer workspace for: a tuned value where mnnvl is asked for, else the table's."""
+    value = site.look_up(table)
+    if isinstance(value, int) and backend != "trtllm":
+        better = site.look_up(tuned)
+        value = better if isinstance(better, int) else value
+    return value if isinstance(value, int) else None
+
+
+_FIRST_TENSOR = re.compile(r"(?:pcie:)?(\d+)x(\d+):(\w+)")
+
+
+def first_tensor(text: str) -> tuple[int, str] | None:
+    """(hidden, dtype) of the first tensor that sized a workspace, from ``tokens x hidden:dtype``; None for other text.
+
+    A PCIe workspace (``pcie:…``) is made for the model's hidden size and dtype, which that tensor has too.
+    """
+    match = _FIRST_TENSOR.fullmatch(text)
+    return (int(match[2]), match[3]) if match and match[3] in DTYPES else None
+
+
+def _budget_edges(mode: str, site: Site, backend: str, table: str, tuned: str, first: str) -> list[tuple[int, Edge]]:
+    budget = _flashinfer_budget(site, backend, table, tuned)
+    return [] if budget is None else [(budget, Edge.AT_MOST)]
+
+
+@_call("size and tokens within FlashInfer's budget ({table}, {tuned})", edges=_budget_edges)
+def flashinfer_budget(call: CallSignature, site: Site, backend: str, table: str, tuned: str, first: str) -> str | None:
+    """vLLM's bound on a tensor for FlashInfer: bytes ≤ budget, and tokens ≤ budget / the size of one token of the
+    first tensor seen (this one, if none was seen before)."""
+    budget = _flashinfer_budget(site, backend, table, tuned)
+    if budget is None:
+        return f"{table} has no row for {describe_group(site.platform)}"
+    if call.size_bytes > budget:
+        return f"{format_size(call.size_bytes)} is not ≤ {format_size(budget)}"
+    tokens, hidden = call.shape
+    seen_hidden, seen_dtype = first_tensor(first) or (hidden, call.dtype)
+    most = budget // (seen_hidden * DTYPES[seen_dtype].itemsize) if seen_hidden else 0
+    return None if tokens <= most else f"{tokens} tokens exceed the {most} that the first tensor seen left room for"
+
+
+@_call("FlashInfer's workspace has room")
+def flashinfer_room(call: CallSignature, site: Site, backend: str, table: str, tuned: str, first: str) -> str | None:
+    """The workspace that vLLM made for the first tensor seen (this one, if none was seen before) is large enough."""
+    p = site.platform
+    kernels = backend
+    if backend == "auto":
+        kernels = "mnnvl" if p.multicast else "trtllm"
+    budget = _flashinfer_budget(site, backend, table, tuned)
+    if budget is None:
+        return f"{table} has no row for {describe_group(p)}"
+    tokens, hidden = call.shape
+    seen_hidden, seen_dtype = first_tensor(first) or (hidden, call.dtype)
+    if not seen_hidden:
+        return "the tensor is empty"
+    most = budget // (seen_hidden * DTYPES[seen_dtype].itemsize)
+    return workspace_shortfall(Workspace(kernels, most, seen_hidden, seen_dtype), p.world_size, tokens, hidden, call.dtype)
+
+
+_PCIE_WORKSPACE = re.compile(r"pcie:(\d+)x(\d+):(\w+)")
+
+
+@_standing("PCIe workspace {workspace} stands")
+def has_pcie_workspace(site: Site, workspace: str) -> str | None:
+    """vLLM's PCIe-IPC workspace was set up (the parameter reads pcie:tokens x hidden:dtype)."""
+    return None if _PCIE_WORKSPACE.fullmatch(workspace) else "no PCIe-IPC workspace has been set up"
+
+
+@_call("tensor has the PCIe workspace's width and dtype, and fits ({workspace})")
+def fits_pcie_workspace(call: CallSignature, site: Site, workspace: str) -> str | None:
+    """Two dimensions, the second and the dtype exactly those of the workspace, and no more tokens than it holds."""
+    match = _PCIE_WORKSPACE.fullmatch(workspace)
+    if match is None:
+        return "no PCIe-IPC workspace has been set up"
+    tokens, hidden, dtype = int(match[1]), int(match[2]), match[3]
+    if call.dtype != dtype:
+        return f"the workspace was made for {dtype}, not {call.dtype}"
+    if call.shape[1] != hidden:
+        return f"a row of {call.shape[1]} is not the workspace's {hidden}"
+    return None if call.numel <= tokens * hidden else f"{call.shape[0]} tokens exceed the workspace's {tokens}"
+
+
+@_call("dtype is a floating-point type")
+def floating(call: CallSignature, site: Site) -> str | None:
+    """Floating-point elements."""
+    return None if DTYPES[call.dtype].is_float else f"{call.dtype} is not floating point"
 
 
 _LAYOUT_WORDS = {"contiguous": "contiguous", "strided": "strided (gaps between elements)", "dense_t": "transposed"}
@@ -386,19 +734,38 @@ GATES: dict[str, Gate] = {
         table_has,
         stands,
         stands_aside_for,
+        switched_on,
         never,
         dtype_in,
         multiple_of,
         not_empty,
         contiguous,
         weakly_contiguous,
+        layout_in,
         size_below,
         size_at_most,
         size_at_least,
         size_above,
+        above_power_of_two,
         mode_in,
         op_in,
         registered,
         unless_taken_by,
+        quick_reduce_minimum,
+        custom_v2_reach,
+        size_outside,
+        dimensions_at_least,
+        dimensions,
+        has_workspace,
+        fits_workspace,
+        pcie_packs,
+        elements_at_most,
+        size_below_beside,
+        flashinfer_backend,
+        flashinfer_budget,
+        flashinfer_room,
+        has_pcie_workspace,
+        fits_pcie_workspace,
+        floating,
     )
 }

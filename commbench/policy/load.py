@@ -31,6 +31,7 @@ from commbench.units import parse_size
 DATA = Path(__file__).parent / "data"
 DEVICES = ("cpu", "cuda", "hip", "hpu", "xpu", "npu")
 _KINDS = ("size", "count", "flag", "word")
+STAGES = ("construction", "capture", "gate", "take", "step")
 _UNITS = ("", "bytes", "KiB", "MiB", "text")
 _TOP = {
     "format", "name", "title", "engine", "version", "notes", "extends", "order", "routes", "switches", "parameters",
@@ -45,9 +46,14 @@ def shipped() -> tuple[str, ...]:
 
 def _version_order(name: str) -> tuple[Any, ...]:
     engine, _, version = name.partition("-")
+    return (engine, version_key(version))
+
+
+def version_key(version: str) -> tuple[list[int], int, int]:
+    """Orders versions: 0.5.2rc2 < 0.5.2 < 0.5.10."""
     numbers = [int(n) for n in re.findall(r"\d+", version.split("rc")[0])]
     candidate = re.search(r"rc(\d+)", version)
-    return (engine, numbers, (0, int(candidate[1])) if candidate else (1, 0))
+    return (numbers, 0, int(candidate[1])) if candidate else (numbers, 1, 0)
 
 
 def read_policy(name: str) -> PolicyData:
@@ -109,6 +115,8 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         if key == "faults" and isinstance(value, list):
             names = {f.get("name") for f in value if isinstance(f, dict)}
             merged[key] = [f for f in base.get(key, []) if f.get("name") not in names] + value
+        elif key == "environment" and isinstance(value, dict):
+            merged[key] = {**base.get(key, {}), **value}
         elif isinstance(value, dict) and isinstance(merged.get(key), dict):
             merged[key] = _merge(merged[key], value)
         else:
@@ -123,6 +131,7 @@ class _Reader:
         self.path = path
         self.constants: dict[str, Parameter] = {}
         self.tables: dict[str, Table] = {}
+        self.switches: dict[str, Switch] = {}
         self.route_names: frozenset[str] = frozenset()
 
     def fail(self, where: str, problem: str) -> PolicyError:
@@ -142,8 +151,8 @@ class _Reader:
         self.route_names = frozenset(document.get("routes", {}))
         self.constants = {n: self.parameter(n, v) for n, v in document.get("parameters", {}).items()}
         self.tables = {n: self.table(n, v) for n, v in document.get("tables", {}).items()}
-        switches = {n: self.switch(n, v) for n, v in document.get("switches", {}).items()}
-        routes = {n: self.route(n, v, switches) for n, v in document.get("routes", {}).items()}
+        self.switches = {n: self.switch(n, v) for n, v in document.get("switches", {}).items()}
+        routes = {n: self.route(n, v) for n, v in document.get("routes", {}).items()}
         return PolicyData(
             name=document.get("name") or Path(self.path).stem,
             title=document.get("title", ""),
@@ -151,11 +160,11 @@ class _Reader:
             version=document.get("version", ""),
             orders=self.orders(document.get("order")),
             routes=routes,
-            switches=switches,
+            switches=self.switches,
             constants=self.constants,
             variables={n: self.variable(n, v) for n, v in document.get("environment", {}).items()},
             tables=self.tables,
-            faults=tuple(self.fault(i, f) for i, f in enumerate(document.get("faults", []))),
+            faults=self.faults(document),
             notes=document.get("notes", ""),
             source=self.path,
             lineage=lineage,
@@ -213,7 +222,7 @@ class _Reader:
 
     def parameter(self, name: str, entry: Any) -> Parameter:
         where = f"parameters.{name}"
-        self.fields(where, entry, "value kind what choices")
+        self.fields(where, entry, "value kind what choices column")
         kind = self.text(where, entry, "kind", None)
         if kind not in _KINDS:
             raise self.fail(where, f"kind {kind!r} is not one of {', '.join(_KINDS)}")
@@ -221,7 +230,7 @@ class _Reader:
         if "value" not in entry:
             raise self.fail(where, "value is missing")
         value = self.value(where, entry["value"], kind, choices)
-        return Parameter(name, value, kind, self.text(where, entry, "what"), choices)
+        return Parameter(name, value, kind, self.text(where, entry, "what"), choices, self.text(where, entry, "column"))
 
     def value(self, where: str, value: Any, kind: str, choices: tuple[str, ...] = ()) -> Value:
         if kind == "size":
@@ -229,27 +238,38 @@ class _Reader:
                 return parse_size(value)
             except SpecError as error:
                 raise self.fail(where, str(error)) from error
-        wanted: dict[str, type] = {"count": int, "flag": bool, "word": str}
-        if not isinstance(value, wanted[kind]) or (kind == "count" and isinstance(value, bool)):
+        checked: Value
+        if kind == "flag" and isinstance(value, bool):
+            checked = value
+        elif kind == "count" and isinstance(value, int) and not isinstance(value, bool):
+            checked = value
+        elif kind == "word" and isinstance(value, str):
+            checked = value
+        else:
             raise self.fail(where, f"{value!r} is not a {kind}")
-        if choices and value not in choices:
+        if choices and checked not in choices:
             raise self.fail(where, f"{value!r} is not one of {', '.join(choices)}")
-        return value  # type: ignore[no-any-return]
+        return checked
 
     def variable(self, name: str, entry: Any) -> Variable:
         where = f"environment.{name}"
-        self.fields(where, entry, "parameter unit what")
-        parameter = self.text(where, entry, "parameter", None)
-        if parameter not in self.constants:
+        self.fields(where, entry, "parameter switch unit what")
+        parameter, switch = self.text(where, entry, "parameter"), self.text(where, entry, "switch")
+        if bool(parameter) == bool(switch):
+            raise self.fail(where, "it needs either a parameter or a switch")
+        if parameter and parameter not in self.constants:
             raise self.fail(where, str(unknown("parameter", parameter, self.constants)))
+        if switch and switch not in self.switches:
+            raise self.fail(where, str(unknown("switch", switch, self.switches)))
         unit = self.text(where, entry, "unit")
         if unit not in _UNITS:
             raise self.fail(where, f"unit {unit!r} is not one of bytes, KiB, MiB, text")
-        return Variable(name, parameter, unit, self.text(where, entry, "what"))
+        return Variable(name, parameter, unit, self.text(where, entry, "what"), switch)
 
     def table(self, name: str, entry: Any) -> Table:
         where = f"tables.{name}"
-        self.fields(where, entry, "by kind what rows")
+        self.fields(where, entry, "by kind what fields rows")
+        names = self.words(where, entry, "fields")
         by = self.words(where, entry, "by")
         known = (*TABLE_KEYS, *self.constants)
         for key in by:
@@ -261,17 +281,19 @@ class _Reader:
         entries = entry.get("rows")
         if not isinstance(entries, list) or not entries:
             raise self.fail(where, "rows is missing; write rows = [ { …, value = … }, … ]")
-        rows = [self.row(f"{where}, row {i + 1}", by, kind, e) for i, e in enumerate(entries)]
+        rows = [self.row(f"{where}, row {i + 1}", by, names, kind, e) for i, e in enumerate(entries)]
         for i, row in enumerate(rows):
             for j in range(i):
                 if row.overlaps(rows[j]):
                     raise self.fail(where, f"rows {j + 1} and {i + 1} overlap: {entries[j]} and {entries[i]}")
-        return Table(name, by, tuple(rows), self.text(where, entry, "what"))
+        return Table(name, by, tuple(rows), self.text(where, entry, "what"), names)
 
-    def row(self, where: str, by: tuple[str, ...], kind: str, entry: Any) -> Row:
-        self.fields(where, entry, " ".join((*by, "value")))
-        if "value" not in entry:
-            raise self.fail(where, "value is missing")
+    def row(self, where: str, by: tuple[str, ...], names: tuple[str, ...], kind: str, entry: Any) -> Row:
+        wanted = names or ("value",)
+        self.fields(where, entry, " ".join((*by, *wanted)))
+        for name in wanted:
+            if name not in entry:
+                raise self.fail(where, f"{name} is missing")
         patterns: dict[str, tuple[str, ...]] = {}
         for key in by:
             if key not in entry:
@@ -285,15 +307,17 @@ class _Reader:
                     raise self.fail(where, str(unknown("dtype", item, DTYPES)))
                 if key == "device" and item not in DEVICES:
                     raise self.fail(where, str(unknown("device", item, DEVICES)))
+        if names:
+            return Row(patterns, {name: self.value(f"{where}, {name}", entry[name], kind) for name in names})
         return Row(patterns, self.value(where, entry["value"], kind))
 
-    def route(self, name: str, entry: Any, switches: Mapping[str, Switch]) -> Route:
+    def route(self, name: str, entry: Any) -> Route:
         where = f"routes.{name}"
         self.fields(where, entry, "backend word title switches turn_on fast needs accepts splits")
         words = self.words(where, entry, "switches")
         for word in words:
-            if word not in switches:
-                raise self.fail(where, str(unknown("switch", word, switches)))
+            if word not in self.switches:
+                raise self.fail(where, str(unknown("switch", word, self.switches)))
         fast = entry.get("fast", True)
         if not isinstance(fast, bool):
             raise self.fail(where, f"fast is {fast!r}; write true or false")
@@ -333,7 +357,10 @@ class _Reader:
             raise self.fail(where, f"{gate.name} looks at a call; it belongs in accepts (or a fault's when)")
         if not gate.per_call and per_call:
             raise self.fail(where, f"{gate.name} looks at the group only; it belongs in needs")
-        given = {k: v for k, v in entry.items() if k != "gate"}
+        negate = entry.get("negate", False)
+        if not isinstance(negate, bool):
+            raise self.fail(where, f"negate is {negate!r}; write true or false")
+        given = {k: v for k, v in entry.items() if k not in ("gate", "negate")}
         for key in given:
             if key not in gate.arguments:
                 takes = ", ".join(gate.arguments) or "no arguments"
@@ -343,7 +370,7 @@ class _Reader:
         arguments = {k: self.argument(f"{where}.{k}", gate.arguments[k], v) for k, v in given.items()}
         for key, value in arguments.items():
             self.check_name(f"{where}.{key}", key, value)
-        return Condition(gate, arguments)
+        return Condition(gate, arguments, negate)
 
     def check_name(self, where: str, key: str, value: Any) -> None:
         """Arguments called routes, parameter or table name things of this file."""
@@ -352,8 +379,10 @@ class _Reader:
             known = self.route_names
         elif key == "parameter":
             known = self.constants
-        elif key == "table":
+        elif key in ("table", "tuned"):
             known = self.tables
+        elif key == "beside":
+            known = self.route_names
         if known is None:
             return
         for name in value if isinstance(value, tuple) else (value,):
@@ -362,16 +391,10 @@ class _Reader:
 
     def argument(self, where: str, kind: Any, value: Any) -> Any:
         if isinstance(value, dict):
-            ((reference, name),) = value.items() if len(value) == 1 else (("", ""),)
-            if reference not in ("parameter", "table"):
-                raise self.fail(where, f'{value!r} is not {{ parameter = "…" }} or {{ table = "…" }}')
-            known: Mapping[str, Any] = self.constants if reference == "parameter" else self.tables
-            if name not in known:
-                raise self.fail(where, str(unknown(reference, str(name), known)))
-            return Reference(reference, name)
+            return self.reference(where, value)
         if kind is Size:
             return self.value(where, value, "size")
-        if kind == Words or kind == Numbers:
+        if kind in (Words, Numbers):
             wanted = str if kind == Words else int
             if not isinstance(value, list) or not all(type(v) is wanted for v in value):
                 raise self.fail(where, f"{value!r} is not a list of {'words' if kind == Words else 'whole numbers'}")
@@ -380,16 +403,37 @@ class _Reader:
             raise self.fail(where, f"{value!r} is not {_TYPE_WORDS.get(kind, kind)}")
         return value
 
+    def reference(self, where: str, value: Mapping[str, Any]) -> Reference:
+        kind = "parameter" if "parameter" in value else "table"
+        if not {kind} <= value.keys() <= {kind, "field"}:
+            raise self.fail(where, f'{dict(value)!r} is not {{ parameter = "…" }} or {{ table = "…" }}')
+        name, field = value[kind], value.get("field", "")
+        known: Mapping[str, Any] = self.constants if kind == "parameter" else self.tables
+        if name not in known:
+            raise self.fail(where, str(unknown(kind, str(name), known)))
+        fields = self.tables[name].fields if kind == "table" else ()
+        if field and field not in fields:
+            raise self.fail(where, str(unknown(f"field of {name}", str(field), fields)))
+        if fields and not field:
+            raise self.fail(where, f"{name} has several values in a row; add field = one of {', '.join(fields)}")
+        return Reference(kind, name, field)
+
+    def faults(self, document: Mapping[str, Any]) -> tuple[Fault, ...]:
+        """The faults of this version: one that a file inherits is gone from the version that fixed it."""
+        found = [self.fault(i, f) for i, f in enumerate(document.get("faults", []))]
+        version = version_key(document.get("version", ""))
+        return tuple(f for f in found if not f.fixed_in or version < version_key(f.fixed_in))
+
     def fault(self, index: int, entry: Any) -> Fault:
         where = f"faults[{index + 1}]"
         self.fields(where, entry, "name stage effect route raises wrong_result fixed_in needs when")
         stage = self.text(where, entry, "stage", None)
-        if stage not in ("start", "gate", "step"):
-            raise self.fail(where, f"stage {stage!r} is not start, gate or step")
+        if stage not in STAGES:
+            raise self.fail(where, f"stage {stage!r} is not one of {', '.join(STAGES)}")
         route = self.text(where, entry, "route")
         if route and route not in self.route_names:
             raise self.fail(where, str(unknown("route", route, self.route_names)))
-        if not route and stage != "start":
+        if not route and stage not in ("construction", "capture"):
             raise self.fail(where, f"a fault at stage {stage} needs its route")
         wrong = entry.get("wrong_result", False)
         if not isinstance(wrong, bool):

@@ -10,7 +10,8 @@ from commbench.errors import PolicyError
 from commbench.policy.gates import Edge, Gate, Value, as_word, capability_matches
 from commbench.types import Platform
 
-TABLE_KEYS = ("device", "capability", "world_size", "nnodes", "dtype")  # a parameter's name is one too
+# What a table's rows may be chosen by; a parameter's name is one too. context: a gate says it when it looks up.
+TABLE_KEYS = ("device", "capability", "world_size", "nnodes", "dtype", "context")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,42 +20,52 @@ class Reference:
 
     kind: str
     name: str
+    field: str = ""
 
     def __str__(self) -> str:
-        return self.name
+        return f"{self.name}.{self.field}" if self.field else self.name
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One use of a gate, with its arguments (values or references)."""
+    """One use of a gate, with its arguments (values or references). negate: it must not hold."""
 
     gate: Gate
     arguments: Mapping[str, Any]
+    negate: bool = False
+
+    def describe(self, arguments: Mapping[str, Any]) -> str:
+        """The condition in words, with these arguments."""
+        words = self.gate.describe(arguments)
+        return f"not: {words}" if self.negate else words
 
     def __str__(self) -> str:
-        return self.gate.describe(self.arguments)
+        return self.describe(self.arguments)
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A named value. kind: size (bytes), count, flag or word; choices: the words allowed (() for any)."""
+    """A named value. kind: size (bytes), count, flag or word; choices: the words allowed (() for any).
+    column: the column of a batch file that sets it ("" if none)."""
 
     name: str
     value: Value
     kind: str
     what: str = ""
     choices: tuple[str, ...] = ()
+    column: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """An environment variable that changes a parameter. unit: how its number is read (bytes, KiB, MiB or a text
-    such as ``1MB`` that the engine reads in powers of two)."""
+    """An environment variable that changes a parameter, or turns a switch on or off. unit: how its number is read
+    (bytes, KiB, MiB or a text such as ``1MB`` that the engine reads in powers of two)."""
 
     name: str
-    parameter: str
+    parameter: str = ""
     unit: str = ""
     what: str = ""
+    switch: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +73,14 @@ class Row:
     """One row of a table: patterns by key (absent: any), and the value."""
 
     patterns: Mapping[str, tuple[str, ...]]
-    value: Value
+    value: Value | Mapping[str, Value]
 
     def covers(self, facts: Mapping[str, str]) -> bool:
+        """Whether the facts match every pattern; a fact that is not there matches none."""
         for key, wanted in self.patterns.items():
-            have = facts[key]
+            have = facts.get(key)
+            if have is None:
+                return False
             if key == "capability":
                 major, _, minor = have.partition(".")
                 if not any(capability_matches(w, (int(major), int(minor))) for w in wanted):
@@ -95,14 +109,16 @@ def _capabilities_meet(a: str, b: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Values by capability × world size × dtype (and other facts)."""
+    """Values by capability × world size × dtype (and other facts). fields: the names of a row's values where it has
+    several."""
 
     name: str
     by: tuple[str, ...]
     rows: tuple[Row, ...]
     what: str = ""
+    fields: tuple[str, ...] = ()
 
-    def look_up(self, facts: Mapping[str, str]) -> Value | None:
+    def look_up(self, facts: Mapping[str, str]) -> Value | Mapping[str, Value] | None:
         for row in self.rows:
             if row.covers(facts):
                 return row.value
@@ -143,9 +159,11 @@ class Route:
 class Fault:
     """A fault of the engine itself, kept apart from its rules: our coordinator does not share it.
 
-    stage: ``start`` (the group or the capture never comes up), ``gate`` (asking the route raises) or ``step``
-    (the route is taken, then fails or gives a wrong result). raises: the exception, "" where none is raised.
-    wrong_result: the call returns and the data are wrong.
+    stage: ``construction`` (a communicator's constructor raises: a group that has it never comes up; picks are
+    given as if it were absent), ``capture`` (entering graph capture raises), ``gate`` (asking the route raises),
+    ``take`` (the route accepts and dispatch itself raises) or ``step`` (the route is taken, then the step fails or
+    gives a wrong result). raises: the exception, "" where none is raised. wrong_result: the call returns and the
+    data are wrong.
     """
 
     name: str
