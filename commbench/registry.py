@@ -11,6 +11,9 @@ from typing import Any
 from commbench.errors import unknown
 
 BACKENDS: dict[str, str] = {
+    "shm": "commbench.backends.shm:ShmBackend",
+    "shm_oneshot": "commbench.backends.shm:ShmOneShotBackend",
+    "shm_twoshot": "commbench.backends.shm:ShmTwoShotBackend",
     "torch_dist": "commbench.backends.torch_dist:TorchDistBackend",
     "fake": "commbench.backends.fake:FakeBackend",
 }
