@@ -357,13 +357,13 @@ def expand(spec: SweepSpec, memory_bytes: int, probes: Probes | None = None) -> 
                     collective_name, op, dtype, size, layout=layout, cache=cache, placement=placement, **common
                 )
                 points[point] = None
+    if not points:
+        raise SpecError("nothing to measure: " + ("; ".join(skipped) or "the sizes name none"))
     for key in ("collectives", "dtypes", "ops", "layout", "placement", "cache"):
         for value in getattr(spec, key):
             if (key, value) not in used and _asked_for(spec, key):
                 why = next((r for r in skipped if value in r), "nothing in this sweep can have it")
                 raise SpecError(f"{key}: {value!r} would not be measured: {why}")
-    if not points:
-        raise SpecError("nothing to measure: " + "; ".join(skipped) if skipped else "nothing to measure")
     return Expansion(tuple(points), dict(skipped))
 
 

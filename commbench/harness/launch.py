@@ -20,7 +20,6 @@ from commbench.errors import LaunchError
 from commbench.harness.rank import log_path
 from commbench.store import schema
 from commbench.store.run import Plan, PointLog, open_run, row_of, update_manifest
-from commbench.store.samples import to_parquet
 from commbench.types import Point
 
 PROGRESS = "progress.jsonl"
@@ -185,6 +184,8 @@ def run_launch(directory: Path, index: int, ranks: int, on_event: Callable[[Even
     Such a point is recorded as failed with the reason. Gives the launch's record for the manifest. Raises LaunchError
     when the job cannot start, with the ranks' own error, or dies again and again.
     """
+    from commbench.store.samples import to_parquet  # numpy, which `sweep --dry-run` does without
+
     started = time.time()
     plan = Plan.load(directory)
     deaths = 0

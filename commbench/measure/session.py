@@ -414,9 +414,15 @@ class Meter:
             elif wrong:
                 status = "wrong"
                 reasons.append(f"{wrong} elements are wrong, the largest error is {max(errors):.3g}")
-            elif not s.steady:
+            elif s.point.backend != "auto" and picked != s.point.backend:
+                status = "failed"
+                reasons.append(f"{s.point.backend} was asked for by name, but {picked or 'nothing'} was taken")
+            elif self._team.rank == 0 and not s.steady and not is_steady(s.all_latencies()):
+                # too few or too restless warm-up iterations prove nothing: the samples themselves may
                 status = "unsteady"
-                reasons.append(f"no steady state within {s.warmup_iterations} warm-up iterations")
+                reasons.append(
+                    f"no steady state within {s.warmup_iterations} warm-up iterations, nor among the samples"
+                )
         noises = [noise_module.from_dict(rank["noise"]) for rank in ranks if rank["noise"] is not None]
         values: Row = {
             "order": s.order,

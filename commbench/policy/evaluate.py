@@ -72,13 +72,14 @@ class Verdict:
 class _Bound:
     """A condition with its arguments resolved for one group and dtype: ask it about a call."""
 
-    __slots__ = ("arguments", "check", "condition", "missing")
+    __slots__ = ("arguments", "check", "condition", "missing", "negate")
 
     def __init__(self, condition: Condition, arguments: Mapping[str, Any], missing: str) -> None:
         self.condition = condition
         self.check: Callable[..., str | None] = condition.gate.check
         self.arguments = arguments
         self.missing = missing
+        self.negate = condition.negate
 
     def __str__(self) -> str:
         return self.condition.describe(self.arguments)
@@ -87,10 +88,15 @@ class _Bound:
         """None if the condition holds, else why not."""
         if self.missing:
             return self.missing
-        reason = self.check(*call, site=site, **self.arguments)
-        if self.condition.negate:
+        reason = self.check(*call, site, **self.arguments)
+        if self.negate:
             return None if reason is not None else f"{self.condition.gate.describe(self.arguments)}, which rules it out"
         return reason
+
+
+_Step = tuple[
+    Route, str | None, tuple[_Bound, ...], tuple[Fault, ...], tuple[Fault, ...], tuple[Fault, ...]
+]  # route, why it does not stand, its conditions, its faults at gate, take and step
 
 
 class Bound:
@@ -106,6 +112,7 @@ class Bound:
         self.on = switched_on(data, platform)
         self._facts = table_facts(platform, dtype, self.values)
         self._standings: dict[str, str | None] = {}
+        self._why: dict[str, str] = {}
         self._accepts: dict[str, tuple[_Bound, ...]] = {}
         self.order = data.order(collective, platform.device)
         self.faults = tuple(f for f in data.faults if self._strikes_here(f))
@@ -141,12 +148,14 @@ class Bound:
         declines: backend → its own hard limit for this call. Raises PolicyError where nothing accepts.
         """
         declined: list[Declined] = []
-        for route in self.order:
-            reason = self.standing(route.name)
+        for route, reason, conditions, *_ in self._plan:
             if reason is None:
                 reason = declines.get(route.backend)
             if reason is None:
-                reason = self._refuses(route.name, call)
+                for bound in conditions:
+                    reason = bound.ask(self, call)
+                    if reason is not None:
+                        break
             if reason is None:
                 word = "" if route.word == route.backend else route.word
                 return Decision(route.backend, tuple(declined), self.data.name, word, self.why(route))
@@ -160,26 +169,53 @@ class Bound:
         """What the engine itself does, faults included."""
         for fault in self._at("capture", ""):
             if self._strikes(fault, call):
-                return Verdict((), None, fault.effect, (fault, *self._at("construction", "")))
+                return Verdict((), None, fault.effect, (fault, *self._construction))
         declined: list[tuple[Route, str]] = []
-        for route in self.order:
-            for fault in self._at("gate", route.name):
+        for route, reason, conditions, at_gate, at_take, at_step in self._plan:
+            for fault in at_gate:
                 if self._strikes(fault, call):
-                    return Verdict(tuple(declined), None, fault.effect, (fault, *self._at("construction", "")))
-            reason = self.refusal(route.name, call)
+                    return Verdict(tuple(declined), None, fault.effect, (fault, *self._construction))
             if reason is None:
-                for fault in self._at("take", route.name):
-                    if self._strikes(fault, call):
-                        return Verdict(tuple(declined), None, fault.effect, (fault, *self._at("construction", "")))
-                struck = tuple(f for f in self._at("step", route.name) if self._strikes(f, call))
-                return Verdict(tuple(declined), route, self.why(route), (*struck, *self._at("construction", "")))
-            declined.append((route, reason))
-        return Verdict(tuple(declined), None, "no route accepts", self._at("construction", ""))
+                for bound in conditions:
+                    reason = bound.ask(self, call)
+                    if reason is not None:
+                        break
+            if reason is not None:
+                declined.append((route, reason))
+                continue
+            for fault in at_take:
+                if self._strikes(fault, call):
+                    return Verdict(tuple(declined), None, fault.effect, (fault, *self._construction))
+            struck = tuple([f for f in at_step if self._strikes(f, call)])
+            return Verdict(tuple(declined), route, self.why(route), (*struck, *self._construction))
+        return Verdict(tuple(declined), None, "no route accepts", self._construction)
+
+    @cached_property
+    def _construction(self) -> tuple[Fault, ...]:
+        return self._at("construction", "")
+
+    @cached_property
+    def _plan(self) -> tuple[_Step, ...]:
+        """The order with everything settled that does not depend on the call."""
+        return tuple(
+            (
+                route,
+                self.standing(route.name),
+                self._conditions(route.name),
+                self._at("gate", route.name),
+                self._at("take", route.name),
+                self._at("step", route.name),
+            )
+            for route in self.order
+        )
 
     def why(self, route: Route) -> str:
         """Why a route accepts: its conditions, in words."""
-        words = [str(b) for b in self._conditions(route.name)]
-        return "; ".join(words) if words else "it takes every call"
+        words = self._why.get(route.name)
+        if words is None:
+            words = "; ".join(str(b) for b in self._conditions(route.name)) or "it takes every call"
+            self._why[route.name] = words
+        return words
 
     def conditions(self, route: str) -> list[str]:
         """A route's conditions for a call on this group, in words."""

@@ -298,6 +298,14 @@ def weakly_contiguous(call: CallSignature, site: Site) -> str | None:
     return None if call.layout != "strided" else f"the tensor is {_LAYOUT_WORDS[call.layout]}"
 
 
+@_call("more elements than {bytes} hold at {itemsize} bytes each")
+def elements_above(call: CallSignature, site: Site, bytes: Size, itemsize: int) -> str | None:
+    """number of elements × itemsize > bytes: a buffer of another dtype is too short."""
+    if call.numel * itemsize > bytes:
+        return None
+    return f"{call.numel} elements fit a buffer of {format_size(bytes)}"
+
+
 @_call("layout is one of {layouts}")
 def layout_in(call: CallSignature, site: Site, layouts: Words) -> str | None:
     """contiguous, strided (gaps between elements) or dense_t (transposed: dense, not contiguous)."""
@@ -742,6 +750,7 @@ GATES: dict[str, Gate] = {
         contiguous,
         weakly_contiguous,
         layout_in,
+        elements_above,
         size_below,
         size_at_most,
         size_at_least,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,8 +164,8 @@ class Run:
         frame = pd.DataFrame.from_records(rows, columns=list(schema.POINT_COLUMNS))
         return frame.astype(schema.POINT_COLUMNS)
 
-    def samples(self, point_id: str | None = None) -> pd.DataFrame:
-        """Raw samples of one point (or all), every launch: ``schema.SAMPLE_COLUMNS``."""
+    def samples(self, point_id: str | Collection[str] | None = None) -> pd.DataFrame:
+        """Raw samples of one point, several or all, every launch: ``schema.SAMPLE_COLUMNS``."""
         from commbench.store.samples import read_samples
 
         return read_samples(self.directory, point_id)

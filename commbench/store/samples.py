@@ -9,7 +9,7 @@ by a crash is dropped when the log is read; all before it is kept.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,22 +127,23 @@ def _arrow_type(kind: str) -> Any:
     return {"int32": pa.int32(), "int64": pa.int64(), "bool": pa.bool_()}[kind]
 
 
-def read_samples(directory: Path, point_id: str | None = None) -> pd.DataFrame:
-    """The samples of one point, or of all, from Parquet and from logs that are still open."""
+def read_samples(directory: Path, point_id: str | Collection[str] | None = None) -> pd.DataFrame:
+    """The samples of one point, of several, or of all, from Parquet and from logs that are still open."""
     import pandas as pd
     import pyarrow.parquet as pq
 
     folder = directory / schema.SAMPLES_DIR
     frames = []
+    wanted = {point_id} if isinstance(point_id, str) else None if point_id is None else set(point_id)
     for path in sorted(folder.glob("launch-*.parquet")):
-        filters = None if point_id is None else [("point_id", "==", point_id)]
+        filters = None if wanted is None else [("point_id", "in", wanted)]
         frames.append(pq.read_table(path, filters=filters).to_pandas())
     for path in sorted(folder.glob("launch-*.bin")):
         launch = int(path.stem.partition("-")[2])
         frames += [
             pd.DataFrame(_columns(header, body, launch))
             for header, body in _blocks(path)
-            if point_id in (None, header["point_id"])
+            if wanted is None or header["point_id"] in wanted
         ]
     if not frames:
         return pd.DataFrame({n: pd.Series(dtype=k) for n, k in schema.SAMPLE_COLUMNS.items()})

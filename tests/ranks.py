@@ -1,0 +1,69 @@
+"""Real processes as ranks, for tests: run a function on each and get what they return."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _main(target: Callable[..., Any], rank: int, size: int, port: int, results: Any, args: tuple[Any, ...]) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        results.put((rank, "ok", target(rank, size, *args)))
+    except BaseException:
+        results.put((rank, "error", traceback.format_exc()))
+
+
+def run_ranks(target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+    """target(rank, size, *args) on ``size`` spawned processes; their results in rank order.
+
+    Raises AssertionError with the traceback of a rank that raised. No process outlives the call.
+    """
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    port = free_port()
+    processes = [
+        context.Process(target=_main, args=(target, rank, size, port, results, args), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    answers: dict[int, Any] = {}
+    try:
+        for _ in range(size):
+            rank, kind, value = results.get(timeout=timeout_s)
+            assert kind == "ok", f"rank {rank}:\n{value}"
+            answers[rank] = value
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        results.close()
+    return [answers[rank] for rank in range(size)]
+
+
+def world(timeout_s: float = 30) -> Any:
+    """The group of all ranks over gloo, inside a rank."""
+    import torch
+
+    from commbench.coordinator.world import world_group
+
+    return world_group(torch.device("cpu"), datetime.timedelta(seconds=timeout_s))

@@ -1,0 +1,114 @@
+"""Intervals, autocorrelation, steadiness: held against exact values and simulation."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commbench.statistics import (
+    _lower_rank,
+    has_drifted,
+    is_steady,
+    median_interval,
+    n_effective,
+    quantile,
+)
+
+
+def binomial_tail(n: int, upto: int) -> float:
+    return sum(math.comb(n, k) for k in range(upto + 1)) / 2**n
+
+
+@pytest.mark.parametrize("n", [6, 7, 10, 25, 99, 100, 1000])
+def test_the_rank_is_the_largest_that_still_covers_95_percent(n: int) -> None:
+    rank = _lower_rank(n)
+    assert 1 - 2 * binomial_tail(n, rank - 1) >= 0.95
+    assert 1 - 2 * binomial_tail(n, rank) < 0.95
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_fewer_than_six_samples_have_no_interval(n: int) -> None:
+    interval = median_interval(np.arange(n, dtype=float), effective=n)
+    assert not interval.exact
+    assert interval.relative_half_width == math.inf
+
+
+def test_six_samples_have_the_whole_range_as_interval() -> None:
+    interval = median_interval(np.array([3.0, 1.0, 2.0, 6.0, 5.0, 4.0]), effective=6)
+    assert (interval.low, interval.median, interval.high) == (1.0, 3.5, 6.0)
+
+
+def test_no_samples_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        median_interval(np.empty(0))
+
+
+def test_the_normal_approximation_joins_the_exact_ranks() -> None:
+    assert abs(_lower_rank(5001) - _lower_rank(5000)) <= 1
+
+
+@given(st.lists(st.floats(1e-7, 1e-2), min_size=6, max_size=200))
+def test_the_interval_holds_the_median_and_lies_within_the_samples(values: list[float]) -> None:
+    samples = np.array(values)
+    interval = median_interval(samples)
+    assert samples.min() <= interval.low <= interval.median <= interval.high <= samples.max()
+
+
+def test_equal_samples_have_an_interval_of_no_width() -> None:
+    interval = median_interval(np.full(50, 2e-6))
+    assert interval.relative_half_width == 0
+
+
+def test_independent_samples_keep_their_number() -> None:
+    samples = np.random.default_rng(1).normal(10, 1, 2000)
+    assert n_effective(samples) == pytest.approx(2000, rel=0.15)
+
+
+def ar1(rng: np.random.Generator, n: int, phi: float) -> np.ndarray:
+    noise = rng.normal(0, 1, n)
+    series = np.empty(n)
+    series[0] = noise[0] / math.sqrt(1 - phi**2)
+    for i in range(1, n):
+        series[i] = phi * series[i - 1] + noise[i]
+    return series
+
+
+@pytest.mark.parametrize(("phi", "low", "high"), [(0.0, 0.94, 0.985), (0.3, 0.92, 0.985), (0.6, 0.92, 0.985)])
+def test_the_interval_covers_the_median_of_autocorrelated_series(phi: float, low: float, high: float) -> None:
+    rng = np.random.default_rng(7)
+    covered = 0
+    trials = 600
+    for _ in range(trials):
+        interval = median_interval(100 + ar1(rng, 300, phi))
+        covered += interval.low <= 100 <= interval.high
+    assert low <= covered / trials <= high
+
+
+def test_a_level_series_is_steady_and_a_falling_one_is_not() -> None:
+    rng = np.random.default_rng(3)
+    level = 10 + rng.normal(0, 0.1, 80)
+    assert is_steady(level)
+    assert not is_steady(level + np.linspace(20, 0, 80))
+
+
+def test_three_samples_are_never_steady() -> None:
+    assert not is_steady(np.array([1.0, 1.0, 1.0]))
+
+
+def test_few_samples_are_steady_when_their_halves_overlap() -> None:
+    assert is_steady(np.array([1.0, 1.2, 1.1, 1.0]))
+    assert not is_steady(np.array([5.0, 4.8, 1.1, 1.0]))
+
+
+def test_a_slow_drift_is_seen() -> None:
+    rng = np.random.default_rng(5)
+    level = 10 + rng.normal(0, 0.1, 300)
+    assert not has_drifted(level)
+    assert has_drifted(level * np.linspace(1, 1.3, 300))
+
+
+def test_a_quantile_is_a_sample_not_an_interpolation() -> None:
+    samples = np.array([1.0, 2.0, 3.0, 4.0])
+    assert (quantile(samples, 0.5), quantile(samples, 0.99), quantile(samples, 0.0)) == (2.0, 4.0, 1.0)
