@@ -1,0 +1,209 @@
+"""From launches to points: one row per point, with the launch median as the statistical unit.
+
+Samples of one launch share its process placement, memory layout and connections, so they say little about the
+next launch. With several launches the interval is therefore taken over the per-launch medians; only a single
+launch falls back on the interval within it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from commbench.bandwidth import algbw_gb_per_s, busbw_gb_per_s
+from commbench.statistics import CONFIDENCE, FEWEST_FOR_INTERVAL, median_interval
+from commbench.store.schema import POINT_COLUMNS
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Worst first. A point is what its worst launch was.
+SEVERITY: tuple[str, ...] = ("wrong", "failed", "timeout", "refused", "unsteady", "skipped", "ok")
+# Whose latencies describe the point, best first; only the best kind that is there is used.
+_TRUST = {"ok": 0, "unsteady": 1, "wrong": 2}
+
+WITHIN_LAUNCH = "within the launch"
+T_ON_LOGS = "t on the logs of the launch medians"
+ORDER_STATISTICS = "order statistics of the launch medians"
+
+# Columns that aggregation adds to those of the store's schema.
+EXTRA_COLUMNS: dict[str, str] = {
+    "launches": "Int64",  # launches that have a row for the point
+    "launches_used": "Int64",  # launches whose latencies went into the figures
+    "launch_cv": "Float64",  # coefficient of variation between launch medians (standard deviation of their logs)
+    "interval_from": "string",  # WITHIN_LAUNCH, T_ON_LOGS or ORDER_STATISTICS
+}
+
+_PER_LAUNCH = ("launch", "order")  # meaningless once launches are merged
+_MERGE: dict[str, str] = {
+    "latency_p90_s": "median",
+    "latency_p99_s": "median",
+    "latency_min_s": "min",
+    "latency_max_s": "max",
+    "t_win_median_s": "median",
+    "skew_median_s": "median",
+    "n_samples": "sum",
+    "n_effective": "sum",
+    "n_invalid": "sum",
+    "iters_per_sample": "max",
+    "warmup_iterations": "max",
+    "target_reached": "min",
+}
+_MERGE_ALL: dict[str, str] = {
+    "wrong_count": "sum",
+    "max_abs_error": "max",
+    "elapsed_s": "sum",
+    "checked": "min",
+    "oversubscribed": "max",
+    "shared_device": "max",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchInterval:
+    """Median of per-launch medians with its 95 % interval, in their unit; ``method`` says how it was found."""
+
+    median: float
+    low: float
+    high: float
+    launches: int
+    method: str
+
+
+def t_quantile(probability: float, degrees: ArrayLike) -> NDArray[np.float64]:
+    """Student's t quantile."""
+    from scipy.special import stdtrit
+
+    return np.asarray(stdtrit(degrees, probability), dtype=np.float64)
+
+
+def interval_over_launches(medians: ArrayLike) -> LaunchInterval:
+    """The 95 % interval over the medians of two or more launches.
+
+    Below six launches no order-statistic interval exists: then exp(mean ± t·s/√n) of the logarithms, Student's t
+    with n − 1 degrees of freedom. It always holds the median, which is the estimate given in both cases
+    (|median − mean| ≤ s·√((n−1)/n) for n numbers, and t/√n is larger up to n = 5). From six on, order statistics.
+    Raises ValueError for fewer than two launches, and for a median that is not a positive number.
+    """
+    values = np.asarray(medians, dtype=np.float64)
+    if values.ndim != 1 or len(values) < 2:
+        raise ValueError(f"an interval over launches needs two launches or more, not {values.size}")
+    if not np.all(np.isfinite(values) & (values > 0)):
+        raise ValueError("launch medians must be positive numbers")
+    n = len(values)
+    if n >= FEWEST_FOR_INTERVAL:
+        interval = median_interval(values, effective=float(n))
+        return LaunchInterval(interval.median, interval.low, interval.high, n, ORDER_STATISTICS)
+    logs = np.log(values)
+    half = float(t_quantile((1 + CONFIDENCE) / 2, n - 1)) * float(logs.std(ddof=1)) / math.sqrt(n)
+    median = float(np.median(values))
+    centre = float(logs.mean())
+    # Rounding alone may leave the median a bit outside when all launches agree.
+    low, high = min(math.exp(centre - half), median), max(math.exp(centre + half), median)
+    return LaunchInterval(median, low, high, n, T_ON_LOGS)
+
+
+def merge_launches(points: pd.DataFrame) -> pd.DataFrame:
+    """One row per point from one row per point and launch.
+
+    Takes a frame with the columns of ``schema.POINT_COLUMNS``; where a launch has a point twice (a retry), the
+    later row counts. Gives those columns but launch and order, and EXTRA_COLUMNS, in the order in which
+    points first appear.
+
+    status is that of the worst launch (SEVERITY), and reason names the launches. Figures come from the launches
+    that are ok; where none is, from the unsteady ones, then from wrong ones (status tells). median, p90, p99,
+    t_win and skew: the median over launches; min and max over all samples; bandwidths from the median.
+    """
+    import pandas as pd
+
+    frame = points.drop_duplicates(["point_id", "launch"], keep="last")
+    grouped = frame.groupby("point_id", sort=False)
+    merged = grouped.first().drop(columns=list(_PER_LAUNCH))
+    for column, how in _MERGE_ALL.items():
+        merged[column] = grouped[column].agg(how)
+    merged["launches"] = grouped.size()
+
+    severity = frame["status"].map({s: i for i, s in enumerate(SEVERITY)}).fillna(1)
+    worst = severity.groupby(frame["point_id"], sort=False).min()
+    merged["status"] = worst.map(lambda i: SEVERITY[int(i)])
+    _join_reasons(frame, merged)
+    picks = frame[frame["backend_picked"].fillna("") != ""].groupby("point_id", sort=False)["backend_picked"]
+    split = picks.agg(lambda names: "+".join(sorted({n for name in names for n in name.split("+")})))
+    merged["backend_picked"] = split.reindex(merged.index).fillna("")
+
+    trust = frame["status"].map(_TRUST).fillna(3).where(frame["latency_median_s"].notna())
+    used = frame[trust.notna() & (trust == trust.groupby(frame["point_id"]).transform("min"))]
+    _merge_figures(used, merged)
+    merged = merged.reset_index()
+    columns = {c: k for c, k in POINT_COLUMNS.items() if c not in _PER_LAUNCH} | EXTRA_COLUMNS
+    result: pd.DataFrame = merged[list(columns)].astype(columns)
+    return result
+
+
+def _join_reasons(frame: pd.DataFrame, merged: pd.DataFrame) -> None:
+    """Reasons of one launch as they are; of several, each with its launches named."""
+    several = merged["launches"] > 1
+    said = frame[frame["reason"].fillna("") != ""]
+    joined: dict[str, str] = {}
+    for point_id, group in said.groupby("point_id", sort=False):
+        if not several[point_id]:
+            joined[str(point_id)] = str(group["reason"].iloc[-1])
+            continue
+        by_reason: dict[str, list[str]] = {}
+        for launch, reason in zip(group["launch"], group["reason"], strict=True):
+            by_reason.setdefault(str(reason), []).append(str(launch))
+        joined[str(point_id)] = "; ".join(
+            f"launch {', '.join(launches)} of {merged['launches'][point_id]}: {reason}"
+            if len(launches) < merged["launches"][point_id]
+            else reason
+            for reason, launches in by_reason.items()
+        )
+    merged["reason"] = [joined.get(str(point_id), "") for point_id in merged.index]
+
+
+def _merge_figures(used: pd.DataFrame, merged: pd.DataFrame) -> None:
+    """Put the figures of the used launches into ``merged`` (indexed by point_id), NaN where there are none."""
+    import pandas as pd
+
+    grouped = used.groupby("point_id", sort=False)
+    for column, how in _MERGE.items():
+        merged[column] = grouped[column].agg(how).reindex(merged.index)
+    count = grouped.size().reindex(merged.index).fillna(0).astype("int64")
+    merged["launches_used"] = count
+    columns = ["latency_median_s", "latency_ci_low_s", "latency_ci_high_s"]
+    first = grouped[columns].first().reindex(merged.index)
+    figures = {c: first[c].to_numpy(dtype=np.float64, na_value=np.nan, copy=True) for c in columns}
+    spread = np.full(len(merged), np.nan)
+    method = np.where(count.to_numpy() == 1, WITHIN_LAUNCH, "")
+    method = method.astype(object)
+    place = {point_id: i for i, point_id in enumerate(merged.index)}
+    many = used[used["point_id"].map(count) > 1]
+    for point_id, medians in many.groupby("point_id", sort=False)["latency_median_s"]:
+        i = place[point_id]
+        values = medians.to_numpy(dtype=np.float64)
+        interval = interval_over_launches(values)
+        figures["latency_median_s"][i] = interval.median
+        figures["latency_ci_low_s"][i], figures["latency_ci_high_s"][i] = interval.low, interval.high
+        spread[i] = np.log(values).std(ddof=1)
+        method[i] = interval.method
+    for column, values in figures.items():
+        merged[column] = values
+    merged["launch_cv"] = spread
+    merged["interval_from"] = method
+    medians = figures["latency_median_s"]
+    sizes = merged["size_bytes"].to_numpy(dtype=np.int64, na_value=0)
+    ranks = merged["world_size"].to_numpy(dtype=np.int64, na_value=1)
+    merged["algbw_gb_per_s"] = pd.array(
+        [algbw_gb_per_s(int(s), float(t)) for s, t in zip(sizes, medians, strict=True)], dtype="Float64"
+    )
+    merged["busbw_gb_per_s"] = pd.array(
+        [
+            busbw_gb_per_s(c, int(s), float(t), int(n))
+            for c, s, t, n in zip(merged["collective"], sizes, medians, ranks, strict=True)
+        ],
+        dtype="Float64",
+    )

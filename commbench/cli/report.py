@@ -1,0 +1,31 @@
+"""``commbench report``: plots and a page from stored runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command(context_settings={"max_content_width": 100})
+@click.argument("runs", metavar="RUN [RUN…]", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help="Where to write. [default: into RUN; needed for several]")
+def command(runs: tuple[Path, ...], out: Path | None) -> int:
+    """Write plots (PNG and SVG) and a self-contained report.html for run directories.
+
+    Several runs are drawn side by side in the same plots. Works also for runs that are still going on or were
+    interrupted. Nothing is measured.
+
+    \b
+    commbench report reports/20260131-101500-quick-1a2b
+    commbench report reports/before reports/after --out /tmp/before-after
+    """
+    from commbench.report import write_report
+    from commbench.report.summary import summarise
+    from commbench.store.run import open_run
+
+    page = write_report(runs, out)
+    for run in runs:
+        click.echo(f"{run}: {summarise(open_run(run)).verdict}")
+    click.echo(f"report: {page}")
+    return 0

@@ -1,0 +1,148 @@
+"""The table at the end of a sweep, legible at 80 columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from commbench.report.lines import chosen_sizes, combine, panels
+from commbench.report.style import interval_text, short_rate
+from commbench.report.summary import Summary, checked_text, summarise
+from commbench.store.run import Run
+from commbench.types import AUTO, NO_DTYPE
+from commbench.units import format_size, format_time
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Console
+
+MOST_ROWS = 60  # on a terminal; a longer table shows some sizes of each group
+
+_COLOURS = {"ok": "green", "skipped": "yellow"}
+
+
+def print_summary(run: Run, console: Console) -> None:
+    """Print what a run found: facts, one line per point (merged over launches), and every problem with its reason.
+
+    On a terminal a table of more than MOST_ROWS points shows some sizes of each group, among them the smallest and
+    the largest, and every point that is not ok or skipped; it says so. Piped, it shows all.
+    """
+    summary = summarise(run)
+    _print_head(summary, console)
+    if not summary.points.empty:
+        shown = combine([summary])
+        if console.is_terminal and len(shown) > MOST_ROWS:
+            shown = _thinned(shown)
+        _print_table(summary, shown, console)
+        if len(shown) < len(summary.points):
+            console.print(f"{len(shown)} of {len(summary.points)} points shown; all are in the report.", style="dim")
+    _print_problems(summary, console)
+
+
+def _print_head(summary: Summary, console: Console) -> None:
+    facts = f"{summary.host}, {summary.ranks_text} on {summary.device}, {summary.launches_text}"
+    console.print(Text.assemble((summary.run_id, "bold"), f": {facts}"))
+    for mark in summary.marks:
+        console.print(Text(f"⚠ {mark}", style="bold yellow"))
+
+
+def _thinned(points: pd.DataFrame) -> pd.DataFrame:
+    """Some sizes of each collective and dtype, so that the table keeps to MOST_ROWS where it can."""
+    import pandas as pd
+
+    groups = panels(points)
+    kept = []
+    for panel in groups:
+        per_size = max(1, math.ceil(len(panel.points) / panel.points["size_bytes"].nunique()))
+        sizes = chosen_sizes([int(s) for s in panel.points["size_bytes"]], max(2, MOST_ROWS // len(groups) // per_size))
+        bad = ~panel.points["status"].isin(["ok", "skipped"])
+        kept.append(panel.points[panel.points["size_bytes"].isin(sizes) | bad])
+    return pd.concat(kept, ignore_index=True)
+
+
+_HEAD = ("size", "asked→took", "median", "95 % interval", "p99", "algbw\nGB/s", "busbw\nGB/s", "check", "status")
+_LEFT = frozenset({1, 7, 8})  # columns of words; the others are numbers
+
+
+def _print_table(summary: Summary, points: pd.DataFrame, console: Console) -> None:
+    """A line per point under a heading for each collective and dtype, and whatever else varies."""
+    several_policies = len(summary.policies) > 1
+    groups = [
+        (panel.title.replace(" · ", " "), [_cells(r, several_policies) for r in panel.points.to_dict("records")])
+        for panel in panels(points)
+    ]
+    cells = [row for _, rows in groups for row in rows]
+    widths = [
+        max(max(map(len, head.split("\n"))), *(len(row[i]) for row in cells)) for i, head in enumerate(_HEAD)
+    ]
+    gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= console.width else 1
+    # Only names of backends can be long; they fold where the terminal is too narrow.
+    spare = console.width - (sum(widths) - widths[1] + gap * (len(widths) - 1))
+    widths[1] = max(8, min(widths[1], spare))
+
+    def table(with_head: bool) -> Table:
+        grid = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold", show_header=with_head)
+        for i, head in enumerate(_HEAD):
+            justify: Any = "left" if i in _LEFT else "right"
+            grid.add_column(head, justify=justify, width=widths[i], overflow="fold", no_wrap=i != 1, vertical="top")
+        return grid
+
+    console.print(table(True))
+    for title, rows in groups:
+        console.print(Text(title, style="bold cyan"))
+        grid = table(False)
+        for row in rows:
+            grid.add_row(*row)
+        console.print(grid)
+
+
+def _cells(row: Mapping[Any, Any], several_policies: bool) -> list[Text]:
+    status = str(row["status"])
+    size = format_size(int(row["size_bytes"])) if row["dtype"] != NO_DTYPE else "–"
+    asked, took = str(row["backend_requested"]), str(row["backend_picked"] or "–")
+    if several_policies and asked == AUTO:
+        asked = f"auto ({row['policy']})"
+    median, low, high, p99, algbw, busbw = (
+        _number(row[name])
+        for name in (
+            "latency_median_s", "latency_ci_low_s", "latency_ci_high_s", "latency_p99_s", "algbw_gb_per_s",
+            "busbw_gb_per_s",
+        )
+    )  # fmt: skip
+    texts = [
+        size, took if asked == took else f"{asked}→{took}", format_time(median), interval_text(low, high),
+        format_time(p99), short_rate(algbw), short_rate(busbw), checked_text(row).removesuffix(" wrong"),
+    ]  # fmt: skip
+    return [*map(Text, texts), Text(status, style=_COLOURS.get(status, "bold red"))]
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except TypeError:
+        return math.nan
+
+
+def _print_problems(summary: Summary, console: Console) -> None:
+    """Last, so that they stand above the prompt."""
+    console.print()
+    for problem in summary.problems:
+        style = _COLOURS.get(problem.status, "bold red")
+        console.print(Text.assemble((problem.status, style), f" {problem.points}"))
+        console.print(f"  {escape(problem.said)}", highlight=False)
+    if summary.unmeasured:
+        console.print(
+            Text.assemble(("not measured", "bold red"), f" {len(summary.unmeasured)} of {summary.planned} planned points")
+        )
+    for line in summary.damaged:
+        console.print(Text.assemble(("damaged", "bold red"), f" {line}"))
+    if summary.noisy:
+        console.print(f"{summary.noisy} points were measured in noise; the report says what disturbed each.")
+    if summary.imprecise:
+        console.print(f"{summary.imprecise} points did not reach the interval asked for in the time given.")
+    console.print(Text(summary.verdict, style="bold green" if summary.good else "bold red"))
