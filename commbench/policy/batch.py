@@ -44,12 +44,25 @@ class RowReader:
         self.columns = tuple(columns)
         missing = [c for c in ESSENTIAL if c not in self.columns]
         if missing:
-            raise UsageError(f"the batch has no column {missing[0]!r}; it needs {', '.join(ESSENTIAL)} and cc_major for cuda")
+            raise UsageError(
+                f"the batch has no column {missing[0]!r}; it needs {', '.join(ESSENTIAL)} and cc_major for cuda"
+            )
         self._settings = [
             (p.column, p.name) for p in policy.data.constants.values() if p.column and p.column in self.columns
         ]
         # A column that this file has and its policy's own files never had decides nothing.
-        facts = ("arch", "cc_major", "cc_minor", "world_size", "nnodes", "nvlink", "multicast", "group", "requested", "pynccl")
+        facts = (
+            "arch",
+            "cc_major",
+            "cc_minor",
+            "world_size",
+            "nnodes",
+            "nvlink",
+            "multicast",
+            "group",
+            "requested",
+            "pynccl",
+        )
         self._platform_columns = tuple(c for c in (*facts, *dict(self._settings)) if c in self.columns)
         self._has_pynccl_switch = "pynccl" in policy.data.switches
         self._platforms: dict[tuple[str, ...], tuple[Platform, dict[str, Bound]]] = {}
@@ -168,7 +181,9 @@ def answer(policy: Policy, rows: Iterable[Mapping[str, str]], columns: Iterable[
     reader = RowReader(policy, columns)
     for number, row in enumerate(rows, start=2):  # line 1 is the header
         if None in row or None in row.values():
-            raise UsageError(f"{source}, line {number}: it has {'more' if None in row else 'fewer'} cells than the header")
+            raise UsageError(
+                f"{source}, line {number}: it has {'more' if None in row else 'fewer'} cells than the header"
+            )
         bound, call = reader.read(row, f"{source}, line {number}")
         yield bound.verdict(call)
 
@@ -177,7 +192,7 @@ def open_text(path: Path, mode: str = "r") -> IO[str]:
     """A text file, compressed if its name ends in .gz. Raises UsageError where it cannot be opened."""
     try:
         if path.suffix == ".gz":
-            return io.TextIOWrapper(gzip.open(path, f"{mode}b"), encoding="utf-8", newline="")  # type: ignore[arg-type]
+            return gzip.open(path, f"{mode}t", encoding="utf-8", newline="")  # type: ignore[return-value]
         return path.open(mode, encoding="utf-8", newline="")
     except OSError as error:
         raise UsageError(f"cannot open {path}: {error.strerror or error}") from error

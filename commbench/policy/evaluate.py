@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from commbench.errors import PolicyError, SpecError, unknown
-from commbench.policy.gates import Edge, Value, as_word
+from commbench.policy.gates import Edge, Site, Value, as_word
 from commbench.policy.load import read_policy
 from commbench.policy.model import (
     Condition,
@@ -21,7 +21,6 @@ from commbench.policy.model import (
     PolicyData,
     Reference,
     Route,
-    Split,
     Variable,
     table_facts,
 )
@@ -69,22 +68,26 @@ class Verdict:
         return self.route.word if self.route else f"raise {self.raises}"
 
 
-class _Bound:
-    """A condition with its arguments resolved for one group and dtype: ask it about a call."""
+class BoundCondition:
+    """A condition with its arguments resolved: ask it about a group or a call."""
 
-    __slots__ = ("arguments", "check", "condition", "missing", "negate")
+    __slots__ = ("arguments", "check", "condition", "missing", "negate", "words")
 
-    def __init__(self, condition: Condition, arguments: Mapping[str, Any], missing: str) -> None:
+    def __init__(self, condition: Condition, arguments: Mapping[str, Any]) -> None:
         self.condition = condition
         self.check: Callable[..., str | None] = condition.gate.check
         self.arguments = arguments
-        self.missing = missing
         self.negate = condition.negate
+        missing = [name for name, value in arguments.items() if value is None]
+        self.missing = f"{condition.arguments[missing[0]]} has no row for this group" if missing else ""
+        self.words = ""
 
     def __str__(self) -> str:
-        return self.condition.describe(self.arguments)
+        if not self.words:
+            self.words = self.missing or self.condition.describe(self.arguments)
+        return self.words
 
-    def ask(self, site: Bound, *call: CallSignature) -> str | None:
+    def ask(self, site: Site, *call: CallSignature) -> str | None:
         """None if the condition holds, else why not."""
         if self.missing:
             return self.missing
@@ -93,52 +96,144 @@ class _Bound:
             return None if reason is not None else f"{self.condition.gate.describe(self.arguments)}, which rules it out"
         return reason
 
+    def edges(self, site: Site, mode: str) -> list[tuple[int, Edge]]:
+        """The sizes at which its answer changes."""
+        gate = self.condition.gate
+        if self.missing or self.negate:
+            return []
+        if gate.edges is not None:
+            return gate.edges(mode, site, **self.arguments)
+        return [(self.arguments["limit"], gate.edge)] if gate.edge is not None else []
 
-_Step = tuple[
-    Route, str | None, tuple[_Bound, ...], tuple[Fault, ...], tuple[Fault, ...], tuple[Fault, ...]
-]  # route, why it does not stand, its conditions, its faults at gate, take and step
+
+class _Resolver:
+    """Resolves conditions for one group (and dtype), sharing those that need no resolving."""
+
+    def __init__(
+        self,
+        data: PolicyData,
+        values: Mapping[str, Value],
+        facts: dict[str, str],
+        shared: dict[int, BoundCondition],
+    ) -> None:
+        self.data = data
+        self.values = values
+        self.facts = facts
+        self.shared = shared
+
+    def look_up(self, table: str, overrides: Mapping[str, Value]) -> Value | Mapping[str, Value] | None:
+        facts = self.facts | {k: as_word(v) for k, v in overrides.items()} if overrides else self.facts
+        return self.data.tables[table].look_up(facts)
+
+    def resolve(self, value: Any) -> Any:
+        if not isinstance(value, Reference):
+            return value
+        if value.kind == "parameter":
+            return self.values[value.name]
+        found = self.look_up(value.name, {})
+        return found[value.field] if isinstance(found, Mapping) else found
+
+    def bind(self, condition: Condition) -> BoundCondition:
+        bound = self.shared.get(id(condition))
+        if bound is None:
+            bound = BoundCondition(condition, {n: self.resolve(v) for n, v in condition.arguments.items()})
+            if condition.constant:
+                self.shared[id(condition)] = bound
+        return bound
+
+
+# A route, why it does not stand, and its faults at gate, take and step.
+_Step = tuple[Route, str | None, tuple[Fault, ...], tuple[Fault, ...], tuple[Fault, ...]]
+
+
+class Group:
+    """A policy on one group: what its constructors bring up, whatever the call. Satisfies ``gates.Site`` for
+    standing gates."""
+
+    def __init__(
+        self, data: PolicyData, platform: Platform, collective: str, shared: dict[int, BoundCondition]
+    ) -> None:
+        self.data = data
+        self.platform = platform
+        self.dtype = ""  # no standing gate may ask
+        self.order = data.order(collective, platform.device)
+        self.values = resolve_parameters(data, platform)
+        self.on = switched_on(data, platform)
+        self.facts = table_facts(platform, self.values)
+        self.resolver = _Resolver(data, self.values, self.facts, shared)
+        self._standings: dict[str, str | None] = {}
+        self.faults: dict[tuple[str, str], tuple[Fault, ...]] = {}
+        for fault in data.faults:
+            if all(self.resolver.bind(c).ask(self) is None for c in fault.needs):
+                at = (fault.stage, fault.route if fault.stage in ("gate", "take", "step") else "")
+                self.faults[at] = (*self.faults.get(at, ()), fault)
+
+    def look_up(self, table: str, **overrides: Value) -> Value | Mapping[str, Value] | None:
+        return self.resolver.look_up(table, overrides)
+
+    def standing(self, route: str) -> str | None:
+        if route not in self._standings:
+            self._standings[route] = f"{route} waits for itself"  # where stands and stands_aside_for go in a circle
+            self._standings[route] = self._ask_standing(self.data.routes[route])
+        return self._standings[route]
+
+    @cached_property
+    def plan(self) -> tuple[_Step, ...]:
+        """The order with everything settled that does not depend on the call."""
+        plan: list[_Step] = []
+        for route in self.order:
+            gate, take, step = (self.faults.get((stage, route.name), ()) for stage in ("gate", "take", "step"))
+            plan.append((route, self.standing(route.name), gate, take, step))
+        return tuple(plan)
+
+    def refusal(self, route: str, call: CallSignature) -> str | None:
+        raise PolicyError(f"policy {self.data.name}: a standing gate asks whether {route} takes a call")
+
+    def _ask_standing(self, route: Route) -> str | None:
+        if route.switches and not self.on.intersection(route.switches):
+            return f"not enabled{f' ({route.turn_on})' if route.turn_on else ''}"
+        for condition in route.needs:
+            reason = self.resolver.bind(condition).ask(self)
+            if reason is not None:
+                return reason
+        usable = self.platform.usable
+        return usable.get(route.backend, "not set up for this group") if usable else None
+
+
 
 
 class Bound:
-    """A policy bound to one platform, collective and dtype. Everything that does not depend on the call's size,
-    layout or mode is settled here once. Satisfies ``gates.Site``."""
+    """A policy bound to one group and dtype. Everything that does not depend on the call's size, layout or mode is
+    settled here once. Satisfies ``gates.Site``."""
 
-    def __init__(self, data: PolicyData, platform: Platform, collective: str, dtype: str) -> None:
-        self.data = data
-        self.platform = platform
-        self.collective = collective
+    def __init__(self, group: Group, dtype: str, shared: dict[int, BoundCondition]) -> None:
+        self.group = group
+        self.data = group.data
+        self.platform = group.platform
         self.dtype = dtype
-        self.values = resolve_parameters(data, platform)
-        self.on = switched_on(data, platform)
-        self._facts = table_facts(platform, dtype, self.values)
-        self._standings: dict[str, str | None] = {}
+        self.values = group.values
+        self.on = group.on
+        self.order = group.order
+        self._resolver = _Resolver(group.data, group.values, group.facts | {"dtype": dtype}, shared)
+        self._accepts: dict[str, tuple[BoundCondition, ...]] = {}
+        self._fault_conditions: dict[str, tuple[BoundCondition, ...]] = {}
         self._why: dict[str, str] = {}
-        self._accepts: dict[str, tuple[_Bound, ...]] = {}
-        self.order = data.order(collective, platform.device)
-        self.faults = tuple(f for f in data.faults if self._strikes_here(f))
-        self._fault_conditions = {f.name: tuple(self._bind(c) for c in f.when) for f in self.faults}
-        self._faults_at: dict[tuple[str, str], tuple[Fault, ...]] = {}
-        for fault in self.faults:
-            where = (fault.stage, fault.route if fault.stage in ("gate", "take", "step") else "")
-            self._faults_at[where] = (*self._faults_at.get(where, ()), fault)
+        self._construction = group.faults.get(("construction", ""), ())
+        self._capture = group.faults.get(("capture", ""), ())
 
     # -- what gates may ask -------------------------------------------------------------------
 
     def look_up(self, table: str, **overrides: Value) -> Value | Mapping[str, Value] | None:
-        facts: Mapping[str, str] = self._facts
-        if overrides:
-            facts = self._facts | {k: as_word(v) for k, v in overrides.items()}
-        return self.data.tables[table].look_up(facts)
+        return self._resolver.look_up(table, overrides)
 
     def standing(self, route: str) -> str | None:
-        if route not in self._standings:
-            self._standings[route] = f"{route} waits for itself"  # a circle of stands/stands_aside_for ends here
-            self._standings[route] = self._ask_standing(self.data.routes[route])
-        return self._standings[route]
+        """None if the engine's constructor would bring the route up here, else why not."""
+        return self.group.standing(route)
 
     def refusal(self, route: str, call: CallSignature) -> str | None:
+        """None if the route would take the call, else why not."""
         reason = self.standing(route)
-        return self._refuses(route, call) if reason is None else reason
+        return self._refuses(self._conditions(route), call) if reason is None else reason
 
     # -- decisions ----------------------------------------------------------------------------
 
@@ -148,14 +243,9 @@ class Bound:
         declines: backend → its own hard limit for this call. Raises PolicyError where nothing accepts.
         """
         declined: list[Declined] = []
-        for route, reason, conditions, *_ in self._plan:
+        for route, reason, *_ in self.group.plan:
             if reason is None:
-                reason = declines.get(route.backend)
-            if reason is None:
-                for bound in conditions:
-                    reason = bound.ask(self, call)
-                    if reason is not None:
-                        break
+                reason = declines.get(route.backend) or self._refuses(self._conditions(route.name), call)
             if reason is None:
                 word = "" if route.word == route.backend else route.word
                 return Decision(route.backend, tuple(declined), self.data.name, word, self.why(route))
@@ -167,53 +257,31 @@ class Bound:
 
     def verdict(self, call: CallSignature) -> Verdict:
         """What the engine itself does, faults included."""
-        for fault in self._at("capture", ""):
+        for fault in self._capture:
             if self._strikes(fault, call):
-                return Verdict((), None, fault.effect, (fault, *self._construction))
+                return self._raised([], fault)
         declined: list[tuple[Route, str]] = []
-        for route, reason, conditions, at_gate, at_take, at_step in self._plan:
+        for route, reason, at_gate, at_take, at_step in self.group.plan:
             for fault in at_gate:
                 if self._strikes(fault, call):
-                    return Verdict(tuple(declined), None, fault.effect, (fault, *self._construction))
+                    return self._raised(declined, fault)
             if reason is None:
-                for bound in conditions:
-                    reason = bound.ask(self, call)
-                    if reason is not None:
-                        break
+                reason = self._refuses(self._conditions(route.name), call)
             if reason is not None:
                 declined.append((route, reason))
                 continue
             for fault in at_take:
                 if self._strikes(fault, call):
-                    return Verdict(tuple(declined), None, fault.effect, (fault, *self._construction))
+                    return self._raised(declined, fault)
             struck = tuple([f for f in at_step if self._strikes(f, call)])
             return Verdict(tuple(declined), route, self.why(route), (*struck, *self._construction))
         return Verdict(tuple(declined), None, "no route accepts", self._construction)
-
-    @cached_property
-    def _construction(self) -> tuple[Fault, ...]:
-        return self._at("construction", "")
-
-    @cached_property
-    def _plan(self) -> tuple[_Step, ...]:
-        """The order with everything settled that does not depend on the call."""
-        return tuple(
-            (
-                route,
-                self.standing(route.name),
-                self._conditions(route.name),
-                self._at("gate", route.name),
-                self._at("take", route.name),
-                self._at("step", route.name),
-            )
-            for route in self.order
-        )
 
     def why(self, route: Route) -> str:
         """Why a route accepts: its conditions, in words."""
         words = self._why.get(route.name)
         if words is None:
-            words = "; ".join(str(b) for b in self._conditions(route.name)) or "it takes every call"
+            words = "; ".join([str(b) for b in self._conditions(route.name)]) or "it takes every call"
             self._why[route.name] = words
         return words
 
@@ -221,87 +289,53 @@ class Bound:
         """A route's conditions for a call on this group, in words."""
         return [str(b) for b in self._conditions(route)]
 
-    @cached_property
-    def thresholds(self) -> tuple[Threshold, ...]:
+    def thresholds(self, mode: str = "eager") -> tuple[Threshold, ...]:
         """Every size at which some standing route's answer, or its kernel, changes; smallest first."""
         found: dict[tuple[str, int, str], Threshold] = {}
-        for route in self.order:
-            if self.standing(route.name) is not None:
+        for route, reason, *_ in self.group.plan:
+            if reason is not None:
                 continue
+            edges: list[tuple[int, Edge, str]] = []
             for bound in self._conditions(route.name):
-                for limit, edge in edges_of(bound.condition, bound.arguments, self):
-                    what = f"{route.name} takes sizes {edge.value} {format_size(limit)}"
-                    found.setdefault(
-                        (route.name, limit, edge.value), Threshold(route.backend, limit, edge.value, what, route.name)
-                    )
+                for limit, edge in bound.edges(self, mode):
+                    edges.append((limit, edge, f"{route.name} takes sizes {_EDGE_WORDS[edge]} {format_size(limit)}"))
             for split in route.splits:
-                at = self._resolve(split.at)
+                at = self._resolver.resolve(split.at)
                 if isinstance(at, int):
-                    found.setdefault(
-                        (route.name, at, split.edge.value),
-                        Threshold(route.backend, at, split.edge.value, f"{route.name}: {split.what}", route.name),
-                    )
+                    edges.append((at, split.edge, f"{route.name}: {split.what}"))
+            for limit, edge, what in edges:
+                threshold = Threshold(route.backend, limit, edge.value, what, route.name)
+                found.setdefault((route.name, limit, edge.value), threshold)
         return tuple(sorted(found.values(), key=lambda t: (t.size_bytes, t.route, t.strictness)))
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _resolve(self, value: Any) -> Any:
-        if isinstance(value, Reference):
-            if value.kind == "parameter":
-                return self.values[value.name]
-            found = self.look_up(value.name)
-            return found[value.field] if isinstance(found, Mapping) else found
-        return value
-
-    def _bind(self, condition: Condition) -> _Bound:
-        arguments = {name: self._resolve(value) for name, value in condition.arguments.items()}
-        missing = ""
-        for name, value in arguments.items():
-            if value is None:
-                table = condition.arguments[name]
-                missing = f"{table} has no row for this group"
-        return _Bound(condition, arguments, missing)
-
-    def _ask_standing(self, route: Route) -> str | None:
-        if route.switches and not self.on.intersection(route.switches):
-            return f"not enabled{f' ({route.turn_on})' if route.turn_on else ''}"
-        for condition in route.needs:
-            reason = self._bind(condition).ask(self)
-            if reason is not None:
-                return reason
-        usable = self.platform.usable
-        if usable:
-            return usable.get(route.backend, "not set up for this group")
-        return None
-
-    def _conditions(self, route: str) -> tuple[_Bound, ...]:
+    def _conditions(self, route: str) -> tuple[BoundCondition, ...]:
         bound = self._accepts.get(route)
         if bound is None:
-            bound = self._accepts[route] = tuple(self._bind(c) for c in self.data.routes[route].accepts)
+            accepts = self.data.routes[route].accepts
+            bound = self._accepts[route] = tuple([self._resolver.bind(c) for c in accepts])
         return bound
 
-    def _refuses(self, route: str, call: CallSignature) -> str | None:
-        for bound in self._conditions(route):
+    def _refuses(self, conditions: tuple[BoundCondition, ...], call: CallSignature) -> str | None:
+        for bound in conditions:
             reason = bound.ask(self, call)
             if reason is not None:
                 return reason
         return None
 
-    def _at(self, stage: str, route: str) -> tuple[Fault, ...]:
-        return self._faults_at.get((stage, route), ())
-
-    def _strikes_here(self, fault: Fault) -> bool:
-        return all(self._bind(c).ask(self) is None for c in fault.needs)
-
     def _strikes(self, fault: Fault, call: CallSignature) -> bool:
-        return all(b.ask(self, call) is None for b in self._fault_conditions[fault.name])
+        conditions = self._fault_conditions.get(fault.name)
+        if conditions is None:
+            conditions = tuple([self._resolver.bind(c) for c in fault.when])
+            self._fault_conditions[fault.name] = conditions
+        return self._refuses(conditions, call) is None
+
+    def _raised(self, declined: list[tuple[Route, str]], fault: Fault) -> Verdict:
+        return Verdict(tuple(declined), None, fault.effect, (fault, *self._construction))
 
 
-def edges_of(condition: Condition, arguments: Mapping[str, Any], site: Bound) -> list[tuple[int, Edge]]:
-    """The sizes at which a bound condition's answer changes."""
-    if condition.gate.edge is None or not isinstance(arguments.get("limit"), int):
-        return []
-    return [(arguments["limit"], condition.gate.edge)]
+_EDGE_WORDS = {Edge.BELOW: "<", Edge.AT_MOST: "≤", Edge.AT_LEAST: "≥", Edge.ABOVE: ">"}
 
 
 class Policy:
@@ -309,7 +343,8 @@ class Policy:
 
     def __init__(self, data: PolicyData) -> None:
         self.data = data
-        self._bound: dict[Any, Bound] = {}
+        self._groups: dict[Any, tuple[Group, dict[str, Bound]]] = {}
+        self._shared: dict[int, BoundCondition] = {}
 
     def __repr__(self) -> str:
         return f"Policy({self.name!r})"
@@ -331,11 +366,11 @@ class Policy:
         """Every parameter and table resolved for one group: the environment's word applied, tables without a row
         for it left out. Raises PolicyError for an environment variable that cannot be read."""
         values = resolve_parameters(self.data, platform)
-        facts = table_facts(platform, dtype, values)
-        found = dict(values)
+        facts = table_facts(platform, values) | {"dtype": dtype}
+        found: dict[str, Value] = dict(values)
         for table in self.data.tables.values():
             value = table.look_up(facts)
-            if value is not None:
+            if value is not None and not isinstance(value, Mapping):
                 found[table.name] = value
         return found
 
@@ -344,12 +379,16 @@ class Policy:
 
         Raises PolicyError for an environment variable that cannot be read or a switch that does not exist.
         """
-        key = (_platform_key(platform), collective, dtype)
-        bound = self._bound.get(key)
+        key = (_platform_key(platform), collective)
+        known = self._groups.get(key)
+        if known is None:
+            if len(self._groups) > 4096:
+                self._groups.clear()
+            known = self._groups[key] = (Group(self.data, platform, collective, self._shared), {})
+        group, by_dtype = known
+        bound = by_dtype.get(dtype)
         if bound is None:
-            if len(self._bound) > 4096:
-                self._bound.clear()
-            bound = self._bound[key] = Bound(self.data, platform, collective, dtype)
+            bound = by_dtype[dtype] = Bound(group, dtype, self._shared)
         return bound
 
     def decide(self, call: CallSignature, platform: Platform, declines: Mapping[str, str] = _NO_DECLINES) -> Decision:
@@ -368,7 +407,7 @@ class Policy:
     def thresholds(self, collective: str, dtype: str, platform: Platform) -> list[tuple[str, int, str, str]]:
         """(backend, size in bytes of the caller's tensor, strictness, what in words), smallest size first."""
         bound = self.bind(platform, collective, dtype)
-        return [(t.backend, t.size_bytes, t.strictness, t.what) for t in bound.thresholds]
+        return [(t.backend, t.size_bytes, t.strictness, t.what) for t in bound.thresholds()]
 
     def environment(self) -> Mapping[str, Variable]:
         """The environment variables that this policy reads."""
@@ -469,6 +508,3 @@ def read_variable(variable: Variable, parameter: Parameter, text: str) -> Value:
         unit = f" of {variable.unit}" if variable.unit else ""
         raise PolicyError(f"{problem} is not a number; write a whole number{unit}") from None
     return number * _SCALE[variable.unit]
-
-
-__all__ = ["Bound", "Policy", "Split", "Threshold", "Verdict", "load_policy", "resolve_parameters"]

@@ -85,8 +85,7 @@ class Gate:
 
     @cached_property
     def required(self) -> frozenset[str]:
-        parameters = inspect.signature(self.check).parameters
-        return frozenset(n for n in self.arguments if parameters[n].default is inspect.Parameter.empty)
+        return frozenset(n for n in self.arguments if n not in self.defaults)
 
     @cached_property
     def doc(self) -> str:
@@ -94,13 +93,14 @@ class Gate:
 
     def describe(self, arguments: Mapping[str, Any]) -> str:
         """The condition in words, e.g. ``size < 8 MiB``."""
-        defaults = {
-            n: p.default
-            for n, p in inspect.signature(self.check).parameters.items()
-            if p.default is not inspect.Parameter.empty
-        }
-        shown = {n: _show(v, self.arguments.get(n)) for n, v in (defaults | dict(arguments)).items()}
+        shown = {n: _show(v, self.arguments.get(n)) for n, v in (self.defaults | dict(arguments)).items()}
         return self.says.format(**shown)
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """Argument name → the value it has where the file gives none."""
+        parameters = inspect.signature(self.check).parameters
+        return {n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty}
 
 
 def _show(value: Any, kind: Any) -> str:
@@ -450,7 +450,10 @@ def custom_v2_reach(call: CallSignature, site: Site, table: str, max_size: Size)
     return f"{format_size(size)} is not ≤ {format_size(reach)}"
 
 
-@_call("size is outside {low} to {high}, both excluded", edges=lambda mode, site, low, high: [(low, Edge.AT_MOST), (high, Edge.AT_LEAST)])
+@_call(
+    "size is outside {low} to {high}, both excluded",
+    edges=lambda mode, site, low, high: [(low, Edge.AT_MOST), (high, Edge.AT_LEAST)],
+)
 def size_outside(call: CallSignature, site: Site, low: Size, high: Size) -> str | None:
     """size ≤ low or size ≥ high."""
     if call.size_bytes <= low or call.size_bytes >= high:
@@ -547,7 +550,9 @@ def fits_workspace(call: CallSignature, site: Site, workspace: str) -> str | Non
     if call.mode == "compile":
         if tokens <= made.tokens and hidden <= made.hidden and call.dtype == made.dtype:
             return None
-        return f"{tokens} × {hidden} {call.dtype} is not within the workspace's {made.tokens} × {made.hidden} {made.dtype}"
+        return (
+            f"{tokens} × {hidden} {call.dtype} is not within the workspace's {made.tokens} × {made.hidden} {made.dtype}"
+        )
     return workspace_shortfall(made, site.platform.world_size, tokens, hidden, call.dtype)
 
 
@@ -665,7 +670,9 @@ def flashinfer_room(call: CallSignature, site: Site, backend: str, table: str, t
     if not seen_hidden:
         return "the tensor is empty"
     most = budget // (seen_hidden * DTYPES[seen_dtype].itemsize)
-    return workspace_shortfall(Workspace(kernels, most, seen_hidden, seen_dtype), p.world_size, tokens, hidden, call.dtype)
+    return workspace_shortfall(
+        Workspace(kernels, most, seen_hidden, seen_dtype), p.world_size, tokens, hidden, call.dtype
+    )
 
 
 _PCIE_WORKSPACE = re.compile(r"pcie:(\d+)x(\d+):(\w+)")

@@ -238,14 +238,13 @@ class _Reader:
                 return parse_size(value)
             except SpecError as error:
                 raise self.fail(where, str(error)) from error
-        checked: Value
-        if kind == "flag" and isinstance(value, bool):
-            checked = value
-        elif kind == "count" and isinstance(value, int) and not isinstance(value, bool):
-            checked = value
-        elif kind == "word" and isinstance(value, str):
-            checked = value
+        if kind == "flag":
+            checked: Value | None = value if isinstance(value, bool) else None
+        elif kind == "count":
+            checked = value if isinstance(value, int) and not isinstance(value, bool) else None
         else:
+            checked = value if isinstance(value, str) else None
+        if checked is None:
             raise self.fail(where, f"{value!r} is not a {kind}")
         if choices and checked not in choices:
             raise self.fail(where, f"{value!r} is not one of {', '.join(choices)}")

@@ -34,6 +34,11 @@ class Condition:
     arguments: Mapping[str, Any]
     negate: bool = False
 
+    @property
+    def constant(self) -> bool:
+        """Whether every argument is a value: nothing to resolve for a group."""
+        return not any(isinstance(value, Reference) for value in self.arguments.values())
+
     def describe(self, arguments: Mapping[str, Any]) -> str:
         """The condition in words, with these arguments."""
         words = self.gate.describe(arguments)
@@ -117,8 +122,18 @@ class Table:
     rows: tuple[Row, ...]
     what: str = ""
     fields: tuple[str, ...] = ()
+    _found: dict[tuple[str | None, ...], Value | Mapping[str, Value] | None] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def look_up(self, facts: Mapping[str, str]) -> Value | Mapping[str, Value] | None:
+        """The value of the row that covers the facts, None if there is none."""
+        key = tuple([facts.get(name) for name in self.by])
+        if key not in self._found:
+            self._found[key] = self._search(facts)
+        return self._found[key]
+
+    def _search(self, facts: Mapping[str, str]) -> Value | Mapping[str, Value] | None:
         for row in self.rows:
             if row.covers(facts):
                 return row.value
@@ -214,12 +229,12 @@ class PolicyData:
         return tuple(self.routes[name] for name in names)
 
 
-def table_facts(platform: Platform, dtype: str, values: Mapping[str, Value]) -> dict[str, str]:
-    """A group's facts under the keys that tables may use, as text."""
+def table_facts(platform: Platform, values: Mapping[str, Value]) -> dict[str, str]:
+    """A group's facts under the keys that tables may use, as text; ``dtype`` and ``context`` are added by whoever
+    knows them."""
     facts = {name: as_word(value) for name, value in values.items()}
     facts["device"] = platform.device
     facts["capability"] = f"{platform.capability[0]}.{platform.capability[1]}"
     facts["world_size"] = str(platform.world_size)
     facts["nnodes"] = str(platform.nnodes)
-    facts["dtype"] = dtype
     return facts
