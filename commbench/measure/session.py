@@ -26,7 +26,7 @@ from commbench.measure.correctness import Check
 from commbench.measure.gate import WindowGate, make_gate
 from commbench.measure.loop import Block, Call, nothing, run_block
 from commbench.measure.settings import Settings
-from commbench.measure.stopping import Progress, StoppingRule
+from commbench.measure.stopping import FEWEST_VISITS, Progress, StoppingRule
 from commbench.measure.team import CAPACITY, PointFailed, Team
 from commbench.statistics import Array, is_steady, median_interval, quantile
 from commbench.types import COLLECTIVES, Point
@@ -84,6 +84,20 @@ def aggregate(
     )
 
 
+def smallest_delta_ns(ranks: int) -> int:
+    """How far ahead a window is announced on a quiet machine: all ranks must have seen it before it opens."""
+    return 4_000 + 1_000 * ranks
+
+
+def adapted_delta_ns(delta_ns: int, missed: float, ranks: int) -> int:
+    """The next block's δ: twice as long when more than 10 % of the windows were missed, half when under 1 %."""
+    if missed > 0.1:
+        return min(2 * delta_ns, LARGEST_DELTA_NS)
+    if missed < 0.01:
+        return max(delta_ns // 2, smallest_delta_ns(ranks))
+    return delta_ns
+
+
 @dataclass(slots=True)
 class _Session:
     """What is known of one point so far, on one rank (latencies on rank 0 only)."""
@@ -97,7 +111,8 @@ class _Session:
     batch: int = 1
     overhead_s: float = 0.0
     block_n: int = 6
-    delta_ns: int = 5_000
+    delta_ns: int = 0
+    each_s: float = 0.0  # wall time of a sample, its start included, in the last block
     iteration: int = 0
     warmup_iterations: int = 0
     steady: bool = False
@@ -263,8 +278,7 @@ class Meter:
         s.seed = (self._settings.seed << 20) + s.order
         s.buffers = [Buffers(point, self._team.rank, device) for _ in range(copies)]
         s.calls = [b.call(self._coordinator) for b in s.buffers]
-        if isinstance(self._gate, WindowGate):
-            s.delta_ns = 4_000 + 1_000 * self._team.size
+        s.delta_ns = smallest_delta_ns(self._team.size)
         try:
             s.decision = json.dumps(self._coordinator.decide(s.buffers[0].signature(self._coordinator)).to_dict())
         except BackendUnavailable as error:  # the same on all ranks: decisions depend on the call alone
@@ -299,7 +313,9 @@ class Meter:
         block, gate = self._block, self._gate
         if isinstance(gate, WindowGate):
             gate.delta_ns = s.delta_ns
+        started = self._clock_s()
         run_block(s.calls, gate, n, block, s.batch)
+        s.each_s = (self._clock_s() - started) / n
         s.calls_made += n * s.batch
         starts, ends, late = self._team.share(block.starts[:n], block.ends[:n], block.late[:n])
         samples = aggregate(
@@ -311,9 +327,7 @@ class Meter:
             batch=s.batch,
             overhead_s=s.overhead_s if s.batch > 1 else self.timer.overhead_s,
         )
-        missed = 1 - samples.valid.mean()
-        if missed > 0.1:
-            s.delta_ns = min(2 * s.delta_ns, LARGEST_DELTA_NS)
+        s.delta_ns = adapted_delta_ns(s.delta_ns, float(1 - samples.valid.mean()), self._team.size)
         if keep and self._team.rank == 0:
             if self._keep is not None:
                 self._keep(s.point.point_id, s.iteration, starts, ends, late == 0)
@@ -339,10 +353,9 @@ class Meter:
             seen.append(samples.latency)
             elapsed = self._clock_s() - started
             agreed = agreed + 1 if is_steady(np.concatenate(seen)) else 0
-            each = elapsed / iterations
             done = agreed >= 2 or (elapsed >= WARMUP_SHARE * time_cap and iterations >= FIRST_WARMUP)
             wanted = min(CAPACITY, max(2, math.ceil(iterations * 0.5)))
-            affordable = max(2, int((WARMUP_SHARE * time_cap - elapsed) / each)) if not done else 2
+            affordable = max(2, int((WARMUP_SHARE * time_cap - elapsed) / s.each_s)) if not done else 2
             action, n, agreed = self._team.from_first(int(done), min(wanted, affordable), agreed)
             if action:
                 break
@@ -361,7 +374,7 @@ class Meter:
             s.batch = batch
             durations = self._empty_ns(200, batch)
             s.overhead_s = timer_facts(durations, self.timer.resolution_s).overhead_s
-        (s.block_n,) = self._team.from_first(max(2, min(CAPACITY, int(VISIT_S / (each * s.batch)))))
+        (s.block_n,) = self._team.from_first(max(2, min(CAPACITY, int(VISIT_S / (s.each_s * s.batch)))))
 
     def _batch_for(self, typical_s: float) -> int:
         """Iterations per sample so that the timer's uncertainty is at most TIMER_SHARE of it; 0 if impossible."""
@@ -379,13 +392,15 @@ class Meter:
             rule = StoppingRule(self._settings.target_ci, time_cap)
             s.progress = rule.look(s.all_latencies(), s.visits, s.elapsed_s)
             done = int(s.progress.done)
-            next_n = s.progress.next_n - s.iteration
+            # blocks grow with the total, within one page and the time that is left
+            wanted = s.progress.next_n - len(s.all_latencies())
+            left = max(VISIT_S, time_cap - s.elapsed_s)
+            next_n = max(2, min(CAPACITY, wanted, int(left / s.each_s)))
         done, n = self._team.from_first(done, next_n)
         if self._team.rank != 0:
             s.progress = Progress(bool(done), False, None, 0)
-        # the first look sets the pace: later blocks grow with the total, within one page
-        if s.visits >= 3:
-            s.block_n = max(2, min(CAPACITY, n))
+        if s.visits >= FEWEST_VISITS:
+            s.block_n = n
 
     # ---- the row -------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from commbench.errors import CommbenchError, PeerLost
 
 CAPACITY = 1 << 14  # iterations a block can hold
 _LINE = 64
+_REACHED, _ARRIVED, _READ = 1, 2, 3  # words of a rank's line, after its barrier slot
 _WORDS = 64  # words that rank 0 can hand over at once
 TEXT_BYTES = 8192  # room for a text of each rank
 
@@ -68,6 +69,7 @@ class Team:
         self._messages = self._failed + self._line
         self._samples = self._messages + size * TEXT_BYTES // 8
         self._epoch = 0
+        self._recoveries = 0
         self._others = [r * self._line for r in range(size) if r != rank]
 
     @staticmethod
@@ -173,21 +175,29 @@ class Team:
     def recover(self, timeout_s: float) -> None:
         """After a failed point: all ranks meet, and the failure is cleared. Raises PeerLost if one stays away.
 
-        Ranks may have failed at different barriers, so they count on from a common number.
+        Ranks may have failed at different barriers, so they go on counting from the largest number among them.
+        They meet at words of their own: at the barrier's, a failed rank would look as if it had arrived.
         """
-        words = self._words
-        meet = ((self._epoch >> 20) + 1) << 20  # far beyond any barrier of the failed point, the same on all ranks
-        start = time.monotonic()
-        words[self._mine] = meet
-        for slot in self._others:
-            while words[slot] < meet:
-                time.sleep(1e-3)
-                if time.monotonic() - start > timeout_s:
-                    raise PeerLost(f"rank {slot // self._line} did not come back from the failed point", slot // self._line)
-        self._epoch = meet
+        words, mine = self._words, self._mine
+        self._recoveries += 1
+        words[mine + _REACHED] = self._epoch
+        self._meet(_ARRIVED, timeout_s)
+        epoch = max(words[slot + _REACHED] for slot in range(0, self.size * self._line, self._line))
         if self.rank == 0:
             words[self._failed] = 0
+        self._meet(_READ, timeout_s)
+        words[mine] = self._epoch = epoch
         self.barrier(timeout_s)
+
+    def _meet(self, step: int, timeout_s: float) -> None:
+        start = time.monotonic()
+        self._words[self._mine + step] = self._recoveries
+        for slot in self._others:
+            while self._words[slot + step] < self._recoveries:
+                time.sleep(1e-3)
+                if time.monotonic() - start > timeout_s:
+                    rank = slot // self._line
+                    raise PeerLost(f"rank {rank} did not come back from the failed point within {timeout_s:.0f} s", rank)
 
     # ---- handing over -----------------------------------------------------------------------------------
 
