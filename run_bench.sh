@@ -210,7 +210,7 @@ PY
 
 # Torch first and alone, and commbench itself without its requirements: so pip never resolves torch again.
 install_all() {
-  local kind=$1 own=$2 list=$PREFIX/commbench-requirements.txt
+  local kind=$1 own=$2 list=$PREFIX/commbench-requirements.txt reason
   [[ $own == no ]] || install_torch
   say "installing what commbench needs"
   requirements "$kind" >"$list"
@@ -221,8 +221,11 @@ install_all() {
   fi
   rm -f "$list" "$PREFIX/commbench-torch.log"
   say "building and installing commbench"
-  pip_install --no-deps -e "$ROOT" || die "could not build commbench; a C++17 compiler must be installed; see above"
+  pip_install --no-deps -e "$ROOT" || die "could not install commbench; see above"
   in_prefix "$PREFIX" 'import torch, commbench' || die "commbench is installed but does not import; see above"
+  reason=$(in_prefix "$PREFIX" 'from commbench.native import why_unavailable as why; print(why())')
+  [[ -z $reason ]] || say "note: $reason, so the shared-memory backends are missing; to have them, install" \
+    "a C++17 compiler (on Debian and Ubuntu: apt install g++), remove $PREFIX/$STAMP and run this again"
 }
 
 make_venv() {

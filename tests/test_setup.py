@@ -45,6 +45,7 @@ PACKAGES = {
     "pip/__init__.py": "",
     "commbench/__main__.py": "import os, sys; print('commbench', *sys.argv[1:], 'in', os.getcwd())",
     "commbench/__init__.py": "",
+    "commbench/native/__init__.py": "import os\nwhy_unavailable = lambda: os.environ.get('NATIVE_MISSING', '')",
     "pytest/__main__.py": "import os, sys; print('pytest', *sys.argv[1:], 'in', os.getcwd()); sys.exit(5)",
     "pytest/__init__.py": "",
 }
@@ -389,11 +390,19 @@ def test_a_missing_venv_module_gets_one_clear_line(checkout: Checkout, module: s
     assert "apt install python3-venv" in line
 
 
-def test_a_failure_of_the_build_names_what_to_look_for_and_the_next_run_tries_again(checkout: Checkout) -> None:
+def test_a_native_module_that_could_not_be_built_is_told_with_the_way_to_get_it(checkout: Checkout) -> None:
+    checkout.env["NATIVE_MISSING"] = "the native module was not built"
+    done = checkout.run()
+    assert done.returncode == 0
+    assert "the native module was not built, so the shared-memory backends are missing" in done.stderr
+    assert "C++17 compiler" in done.stderr
+
+
+def test_after_a_failed_installation_the_next_run_tries_again(checkout: Checkout) -> None:
     checkout.env["PIP_FAILS_AT"] = "--no-deps"
     done = checkout.run()
     assert done.returncode == 2
-    assert "C++17 compiler" in done.stderr.splitlines()[-1]
+    assert "could not install commbench" in done.stderr.splitlines()[-1]
     del checkout.env["PIP_FAILS_AT"]
     checkout.calls()
     again = checkout.run()
