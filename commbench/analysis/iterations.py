@@ -18,8 +18,8 @@ def iteration_latencies(samples: pd.DataFrame, points: pd.DataFrame) -> pd.DataF
     ``samples`` has the columns of ``schema.SAMPLE_COLUMNS``, ``points`` is one row per point and launch.
     An iteration is valid when it is so on every rank. Started in a window and timed one call at a time: t_last =
     max end − max start for a synchronising collective, t_win = max end − min start for another. Otherwise (sync
-    barrier or none, batches): the largest end − start of a rank. Batches are divided by their calls. The cost of the empty loop is not taken off: it is a constant
-    of the run, and raw samples are shown as they were taken.
+    barrier or none, batches): the largest end − start of a rank. Batches are divided by their calls. The cost of the
+    empty loop is not taken off: it is a constant of the run, and raw samples are shown as they were taken.
     """
     keys = ["point_id", "launch", "iteration"]
     frame = samples.assign(duration=samples["end_ns"] - samples["start_ns"], point_id=samples["point_id"].astype(str))

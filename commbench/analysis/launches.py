@@ -8,6 +8,8 @@ launch falls back on the interval within it.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 # Worst first. A point is what its worst launch was.
 SEVERITY: tuple[str, ...] = ("wrong", "failed", "timeout", "refused", "unsteady", "skipped", "ok")
+# Statuses that accuse nobody: their reasons may be told in summary.
+MILD = frozenset({"refused", "unsteady", "skipped"})
+_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:–[0-9]+(?:\.[0-9]+)?)?")  # or a range of two
 # Whose latencies describe the point, best first; only the best kind that is there is used.
 _TRUST = {"ok": 0, "unsteady": 1, "wrong": 2}
 
@@ -114,12 +119,10 @@ def merge_launches(points: pd.DataFrame) -> pd.DataFrame:
     later row counts. Gives those columns but launch and order, and EXTRA_COLUMNS, in the order in which
     points first appear.
 
-    status is that of the worst launch (SEVERITY), and reason names the launches. Figures come from the launches
+    status is that of the worst launch (SEVERITY), and reason says in which launches. Figures come from the launches
     that are ok; where none is, from the unsteady ones, then from wrong ones (status tells). median, p90, p99,
     t_win and skew: the median over launches; min and max over all samples; bandwidths from the median.
     """
-    import pandas as pd
-
     frame = points.drop_duplicates(["point_id", "launch"], keep="last")
     grouped = frame.groupby("point_id", sort=False)
     merged = grouped.first().drop(columns=list(_PER_LAUNCH))
@@ -144,24 +147,49 @@ def merge_launches(points: pd.DataFrame) -> pd.DataFrame:
     return result
 
 
+def common_texts(texts: Iterable[str]) -> dict[str, list[int]]:
+    """Texts that differ only in numbers as one, with the range of each number; with the places of its members.
+
+    ``["after 3 of 9 s", "after 5 of 9 s"]`` gives ``{"after 3–5 of 9 s": [0, 1]}``.
+    """
+    found: dict[str, list[tuple[int, str]]] = {}
+    for place, text in enumerate(texts):
+        found.setdefault(_NUMBER.sub("#", text), []).append((place, text))
+    merged = {}
+    for members in found.values():
+        first = members[0][1]
+        columns = list(zip(*(_NUMBER.findall(text) for _, text in members), strict=True))
+        words = _NUMBER.split(first)
+        text = words[0] + "".join(_range(c) + word for c, word in zip(columns, words[1:], strict=True))
+        merged[text] = [place for place, _ in members]
+    return merged
+
+
+def _range(found: tuple[str, ...]) -> str:
+    numbers = [number for text in found for number in text.split("–")]
+    low, high = min(numbers, key=float), max(numbers, key=float)
+    return low if float(low) == float(high) else f"{low}–{high}"
+
+
 def _join_reasons(frame: pd.DataFrame, merged: pd.DataFrame) -> None:
-    """Reasons of one launch as they are; of several, each with its launches named."""
-    several = merged["launches"] > 1
+    """Reasons of one launch as they are. Of several: faults with their launches named, the others counted."""
     said = frame[frame["reason"].fillna("") != ""]
     joined: dict[str, str] = {}
     for point_id, group in said.groupby("point_id", sort=False):
-        if not several[point_id]:
-            joined[str(point_id)] = str(group["reason"].iloc[-1])
+        total = int(merged["launches"][point_id])
+        reasons = [str(reason) for reason in group["reason"]]
+        if total == 1:
+            joined[str(point_id)] = reasons[-1]
             continue
-        by_reason: dict[str, list[str]] = {}
-        for launch, reason in zip(group["launch"], group["reason"], strict=True):
-            by_reason.setdefault(str(reason), []).append(str(launch))
-        joined[str(point_id)] = "; ".join(
-            f"launch {', '.join(launches)} of {merged['launches'][point_id]}: {reason}"
-            if len(launches) < merged["launches"][point_id]
-            else reason
-            for reason, launches in by_reason.items()
-        )
+        mild = group["status"].isin(MILD).to_numpy()
+        parts = [
+            f"launch {launch} of {total}: {reason}"
+            for launch, reason, m in zip(group["launch"], reasons, mild, strict=True)
+            if not m
+        ]
+        for text, places in common_texts(r for r, m in zip(reasons, mild, strict=True) if m).items():
+            parts.append(text if len(places) == total else f"in {len(places)} of {total} launches: {text}")
+        joined[str(point_id)] = "; ".join(parts)
     merged["reason"] = [joined.get(str(point_id), "") for point_id in merged.index]
 
 
@@ -182,16 +210,16 @@ def _merge_figures(used: pd.DataFrame, merged: pd.DataFrame) -> None:
     method = method.astype(object)
     place = {point_id: i for i, point_id in enumerate(merged.index)}
     many = used[used["point_id"].map(count) > 1]
-    for point_id, medians in many.groupby("point_id", sort=False)["latency_median_s"]:
+    for point_id, own in many.groupby("point_id", sort=False)["latency_median_s"]:
         i = place[point_id]
-        values = medians.to_numpy(dtype=np.float64)
+        values = own.to_numpy(dtype=np.float64)
         interval = interval_over_launches(values)
         figures["latency_median_s"][i] = interval.median
         figures["latency_ci_low_s"][i], figures["latency_ci_high_s"][i] = interval.low, interval.high
         spread[i] = np.log(values).std(ddof=1)
         method[i] = interval.method
-    for column, values in figures.items():
-        merged[column] = values
+    for column in columns:
+        merged[column] = figures[column]
     merged["launch_cv"] = spread
     merged["interval_from"] = method
     medians = figures["latency_median_s"]

@@ -55,4 +55,6 @@ def _check_out(out: Path) -> None:
     if out.is_dir():
         strange = sorted(p.name for p in out.iterdir() if p.name not in (PLOTS_DIR, REPORT_HTML))
         if strange:
-            raise UsageError(f"--out {out} holds {strange[0]!r}; name a new or empty folder, or that of an earlier report")
+            raise UsageError(
+                f"--out {out} holds {strange[0]!r}; name a new or empty folder, or that of an earlier report"
+            )

@@ -9,13 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commbench.report.lines import DRAWN, combine, panels, run_names
+from commbench.report.lines import DRAWN, combine, panels, run_names, varying_in
 from commbench.report.style import interval_text, short_rate
-from commbench.report.summary import VARIANTS, Summary, checked_text, decision_of, gather_sizes, noise_marks
+from commbench.report.summary import (
+    VARIANTS,
+    Summary,
+    checked_text,
+    decision_of,
+    gather_sizes,
+    noise_marks,
+    number,
+    records,
+)
 from commbench.types import AUTO, NO_DTYPE
 from commbench.units import format_size, format_time
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from commbench.report.plots import Plot
 
 _NAN = float("nan")
@@ -103,7 +114,7 @@ def _run_facts(summary: Summary, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "directory": str(summary.run.directory),
-        "good": summary.good,
+        "level": summary.level,
         "verdict": summary.verdict,
         "what": what_was_measured(summary),
         "where": f"{summary.ranks_text} on {summary.device} of {summary.host}",
@@ -158,8 +169,15 @@ def flatten(document: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, st
     elif isinstance(document, list):
         if document:
             yield " › ".join(path), _numbers(document)
+    elif isinstance(document, int) and path and path[-1].endswith("_bytes") and document >= 1024:
+        yield " › ".join(path), f"{document} (about {_rough_size(document)})"
     elif document is not None and document != "":
         yield " › ".join(path), str(document)
+
+
+def _rough_size(size_bytes: int) -> str:
+    unit, scale = next((u, s) for u, s in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)) if size_bytes >= s)
+    return f"{size_bytes / scale:.3g} {unit}"
 
 
 def _numbers(values: list[Any]) -> str:
@@ -172,52 +190,53 @@ def _numbers(values: list[Any]) -> str:
 # -- at a glance -------------------------------------------------------------------------------------
 
 
-def _glance(points: Any, names: Sequence[str]) -> list[dict[str, str]]:
+def _glance(points: pd.DataFrame, names: Sequence[str]) -> list[dict[str, str]]:
     """Per run, collective and dtype: the shortest latency, the highest bandwidth, what auto took."""
     found = []
     for panel in panels(points) if not points.empty else []:
-        for run, group in panel.points.groupby("run", sort=True):
-            drawn = group[group["status"].isin(DRAWN) & group["latency_median_s"].notna()]
-            if drawn.empty:
-                continue
-            smallest = drawn[drawn["size_bytes"] == drawn["size_bytes"].min()]
-            fast = smallest.loc[smallest["latency_median_s"].astype(float).idxmin()]
-            entry = {
-                "run": names[int(run)],
-                "what": panel.title,
-                "latency": format_time(float(fast["latency_median_s"])),
-                "latency_at": _at(fast, panel.has_sizes),
-                "busbw": "",
-                "busbw_at": "",
-                "picks": _pick_ranges(drawn[drawn["backend_requested"] == AUTO], panel.has_sizes),
-            }
-            if drawn["busbw_gb_per_s"].notna().any():
-                best = drawn.loc[drawn["busbw_gb_per_s"].astype(float).idxmax()]
-                entry["busbw"] = f"{short_rate(float(best['busbw_gb_per_s']))} GB/s"
-                entry["busbw_at"] = _at(best, panel.has_sizes)
-            found.append(entry)
+        rows = [r for r in records(panel.points) if r["status"] in DRAWN and r["latency_median_s"] is not None]
+        for run in sorted({r["run"] for r in rows}):
+            own = [r for r in rows if r["run"] == run]
+            steady = [r for r in own if r["status"] == "ok"] or own
+            fast = min(steady, key=lambda r: (r["size_bytes"], r["latency_median_s"]))
+            best = max(steady, key=lambda r: number(r["busbw_gb_per_s"]) if r["busbw_gb_per_s"] else 0.0)
+            rate = best["busbw_gb_per_s"]
+            found.append(
+                {
+                    "run": names[run],
+                    "what": panel.title,
+                    "latency": format_time(fast["latency_median_s"]),
+                    "latency_at": _at(fast, panel.has_sizes),
+                    "busbw": f"{short_rate(rate)} GB/s" if rate else "",
+                    "busbw_at": _at(best, panel.has_sizes) if rate else "",
+                    "picks": _picks_text([r for r in own if r["backend_requested"] == AUTO], panel.has_sizes),
+                }
+            )
     return found
 
 
-def _at(row: Any, has_size: bool) -> str:
-    return f"{format_size(int(row['size_bytes']))}, {row['backend_picked']}" if has_size else str(row["backend_picked"])
+def _at(row: Mapping[str, Any], has_size: bool) -> str:
+    return f"{format_size(row['size_bytes'])}, {row['backend_picked']}" if has_size else row["backend_picked"]
 
 
-def _pick_ranges(auto: Any, has_sizes: bool) -> str:
-    """``shm 8 B to 32 KiB, torch_dist from 128 KiB``: runs of one pick over the measured sizes."""
-    ordered = auto.sort_values("size_bytes", kind="stable")
-    ranges: list[list[Any]] = []
-    for size, pick in zip(ordered["size_bytes"], ordered["backend_picked"], strict=True):
-        if ranges and ranges[-1][0] == pick:
-            ranges[-1][2] = size
+def _picks_text(auto: Sequence[Mapping[str, Any]], has_sizes: bool) -> str:
+    """``shm 8 B to 32 KiB, torch_dist 128 KiB to 8 MiB``: stretches of one pick over the sizes, per policy."""
+    texts = {}
+    for policy in dict.fromkeys(r["policy"] for r in auto):
+        stretches: list[list[Any]] = []
+        for row in sorted((r for r in auto if r["policy"] == policy), key=lambda r: r["size_bytes"]):
+            if stretches and stretches[-1][0] == row["backend_picked"]:
+                stretches[-1][2] = row["size_bytes"]
+            else:
+                stretches.append([row["backend_picked"], row["size_bytes"], row["size_bytes"]])
+        if not has_sizes or len({s[0] for s in stretches}) == 1:
+            texts[policy] = ", ".join(dict.fromkeys(s[0] for s in stretches))
         else:
-            ranges.append([pick, size, size])
-    if not has_sizes or len({r[0] for r in ranges}) == 1:
-        return ", ".join(dict.fromkeys(str(r[0]) for r in ranges))
-    return ", ".join(
-        f"{pick} {format_size(int(low))}" + (f" to {format_size(int(high))}" if high > low else "")
-        for pick, low, high in ranges
-    )
+            texts[policy] = ", ".join(
+                f"{pick} {format_size(low)}" + (f" to {format_size(high)}" if high > low else "")
+                for pick, low, high in stretches
+            )
+    return "; ".join(f"{policy}: {text}" if len(texts) > 1 else text for policy, text in texts.items())
 
 
 # -- the table of points -----------------------------------------------------------------------------
@@ -225,7 +244,8 @@ def _pick_ranges(auto: Any, has_sizes: bool) -> str:
 
 def _table(summaries: Sequence[Summary], names: Sequence[str]) -> tuple[list[str], list[dict[str, Any]]]:
     several = len(summaries) > 1
-    varying = [v for v in VARIANTS if any(v in s.varying for s in summaries)]
+    points = combine(summaries)
+    varying = [v for v in VARIANTS if any(v in found for found in varying_in(points).values())]
     launches = any(s.launches > 1 for s in summaries)
     head = (["run"] if several else []) + ["collective", "dtype", "size", *(v.replace("_", " ") for v in varying)]
     head += ["asked", "took", "median", "95 % interval", "p99", "algbw GB/s", "busbw GB/s", "checked", "status"]
@@ -233,17 +253,17 @@ def _table(summaries: Sequence[Summary], names: Sequence[str]) -> tuple[list[str
     rows = []
     for summary, name in zip(summaries, names, strict=True):
         medians = _launch_medians(summary)
-        for row in summary.points.to_dict("records"):
+        for row in records(summary.points):
             first = [Cell(name, name)] if several else []
             cells = first + _cells(row, varying)
             if launches:
-                cells.append(Cell(f"{_int(row['launches_used'])}", float(_int(row["launches_used"])), "number"))
+                cells.append(Cell(f"{row['launches_used']}", float(row["launches_used"]), "number"))
             rows.append({"cells": cells, "status": row["status"], "more": _more(row, medians.get(row["point_id"], []))})
     return head, rows
 
 
-def _cells(row: Mapping[Any, Any], varying: Sequence[str]) -> list[Cell]:
-    size = _int(row["size_bytes"])
+def _cells(row: Mapping[str, Any], varying: Sequence[str]) -> list[Cell]:
+    size = row["size_bytes"]
     sized = row["dtype"] != NO_DTYPE
     cells = [
         Cell(row["collective"], row["collective"]),
@@ -253,15 +273,15 @@ def _cells(row: Mapping[Any, Any], varying: Sequence[str]) -> list[Cell]:
         Cell(row["backend_requested"], row["backend_requested"]),
         Cell(row["backend_picked"] or "–", row["backend_picked"] or ""),
     ]
-    median, p99 = _float(row["latency_median_s"]), _float(row["latency_p99_s"])
-    low, high = _float(row["latency_ci_low_s"]), _float(row["latency_ci_high_s"])
+    median, p99 = number(row["latency_median_s"]), number(row["latency_p99_s"])
+    low, high = number(row["latency_ci_low_s"]), number(row["latency_ci_high_s"])
     cells += [
         Cell(format_time(median), _sortable(median), "number"),
         Cell(interval_text(low, high), _sortable((high - low) / median if median else _NAN), "number"),
         Cell(format_time(p99), _sortable(p99), "number"),
     ]
     for column in ("algbw_gb_per_s", "busbw_gb_per_s"):
-        rate = _float(row[column])
+        rate = number(row[column])
         cells.append(Cell(short_rate(rate), _sortable(rate), "number"))
     return [*cells, Cell(checked_text(row), checked_text(row)), Cell(row["status"], row["status"], "status")]
 
@@ -273,12 +293,12 @@ def _launch_medians(summary: Summary) -> dict[str, list[str]]:
     columns = ["point_id", "launch", "latency_median_s", "status"]
     latest = summary.per_launch.drop_duplicates(["point_id", "launch"], keep="last").sort_values("launch")
     for point_id, launch, median, status in latest[columns].itertuples(index=False):
-        value = format_time(_float(median)) if status == "ok" else f"{status}"
+        value = format_time(number(median)) if status == "ok" else f"{status}"
         found.setdefault(str(point_id), []).append(f"launch {launch}: {value}")
     return found
 
 
-def _more(row: Mapping[Any, Any], medians: list[str]) -> dict[str, Any]:
+def _more(row: Mapping[str, Any], medians: list[str]) -> dict[str, Any]:
     """What a row tells on demand: the decision with its reasons, and how the point was measured."""
     decision = decision_of(row)
     facts: list[tuple[str, str]] = []
@@ -286,47 +306,45 @@ def _more(row: Mapping[Any, Any], medians: list[str]) -> dict[str, Any]:
         facts.append((f"why {row['status']}", row["reason"]))
     if medians:
         facts.append(("launch medians", "; ".join(medians)))
-        spread = _float(row["launch_cv"])
+        spread = number(row["launch_cv"])
         if spread == spread:
-            facts.append(("between launches", f"coefficient of variation {spread:.1%}; interval from {row['interval_from']}"))
-    shortest, longest = _float(row["latency_min_s"]), _float(row["latency_max_s"])
+            facts.append(
+                ("between launches", f"coefficient of variation {spread:.1%}; interval from {row['interval_from']}")
+            )
+    shortest, longest = number(row["latency_min_s"]), number(row["latency_max_s"])
     if shortest == shortest:
-        facts.append(("shortest, p90, longest", f"{format_time(shortest)}, {format_time(_float(row['latency_p90_s']))}, {format_time(longest)}"))
-    skew, whole = _float(row["skew_median_s"]), _float(row["t_win_median_s"])
+        facts.append(
+            (
+                "shortest, p90, longest",
+                f"{format_time(shortest)}, {format_time(number(row['latency_p90_s']))}, {format_time(longest)}",
+            )
+        )
+    skew, whole = number(row["skew_median_s"]), number(row["t_win_median_s"])
     if skew == skew:
         facts.append(("entry skew (median)", f"{format_time(skew)}; first start to last end {format_time(whole)}"))
-    if _int(row["n_samples"]):
-        text = f"{_int(row['n_samples'])} × {max(1, _int(row['iters_per_sample']))} calls"
-        if (worth := _float(row["n_effective"])) == worth:
+    if row["n_samples"]:
+        text = f"{row['n_samples']} × {row['iters_per_sample'] or 1} calls"
+        if (worth := number(row["n_effective"])) == worth:
             text += f", worth {worth:.0f} independent ones"
-        if _int(row["n_invalid"]):
-            text += f"; {_int(row['n_invalid'])} invalid (start missed)"
+        if row["n_invalid"]:
+            text += f"; {row['n_invalid']} invalid (start missed)"
         facts.append(("samples", text))
-    if row["target_reached"] == False:  # noqa: E712 - may be numpy's False
+    if row["target_reached"] is False:
         facts.append(("precision", "the interval asked for was not reached in the time given"))
-    error = _float(row["max_abs_error"])
+    error = number(row["max_abs_error"])
     if error == error:
         facts.append(("largest error", f"{error:.3g}"))
-    facts += [(name, str(row[name])) for name in ("provider", "policy", "mode", "cache", "placement", "sync", "loop") if row[name]]
+    facts += [
+        (name, str(row[name]))
+        for name in ("provider", "policy", "mode", "cache", "placement", "sync", "loop")
+        if row[name]
+    ]
     if marks := noise_marks(row["noise"]):
         facts.append(("measured in noise", "; ".join(marks)))
     facts.append(("point_id", row["point_id"]))
     return {"decision": decision, "facts": facts}
 
 
-def _float(value: Any) -> float:
-    """A number of a nullable column; NaN where there is none."""
-    try:
-        return float(value)
-    except TypeError:
-        return _NAN
-
-
-def _int(value: Any) -> int:
-    number = _float(value)
-    return int(number) if number == number else 0
-
-
-def _sortable(value: float) -> float:
-    """Missing values sort after all others."""
-    return value if value == value else 1e300
+def _sortable(value: float) -> float | str:
+    """What the page sorts by; "" marks a missing value, which it puts last."""
+    return value if value == value else ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from commbench.report.summary import VARIANTS, Summary, sort_points
+from commbench.report.summary import VARIANTS, Summary, records, sort_points
 from commbench.types import AUTO, COLLECTIVES, NO_DTYPE
 
 if TYPE_CHECKING:
@@ -55,13 +55,20 @@ def combine(summaries: Sequence[Summary]) -> pd.DataFrame:
     if not frames:
         return summaries[0].points.assign(run=0, variant="")
     points = sort_points(pd.concat(frames, ignore_index=True))
-    sorts = points.groupby("collective")[list(VARIANTS)].nunique(dropna=True)
-    varying = {name: [v for v in VARIANTS if sorts.at[name, v] > 1] for name in sorts.index}
+    varying = varying_in(points)
     texts = [
-        " · ".join(_variant_text(v, value) for v in varying[row["collective"]] if (value := row[v]) not in ("", None))
-        for row in points[["collective", *VARIANTS]].to_dict("records")
+        " · ".join(_variant_text(v, value) for v in varying[row["collective"]] if (value := row[v]))
+        for row in records(points[["collective", *VARIANTS]])
     ]
     return points.assign(variant=texts)
+
+
+def varying_in(points: pd.DataFrame) -> dict[str, list[str]]:
+    """Per collective those of VARIANTS in which its points differ, so that a reader needs to see them."""
+    return {
+        str(name): [v for v in VARIANTS if group[v].nunique() > 1]
+        for name, group in points.groupby("collective", sort=False)
+    }
 
 
 def _variant_text(name: str, value: object) -> str:
@@ -89,7 +96,7 @@ def run_names(summaries: Sequence[Summary]) -> list[str]:
     return [s.run_id if ids.count(s.run_id) == 1 else f"{s.run_id} ({s.run.directory})" for s in summaries]
 
 
-def line_of(row: Mapping[Any, Any], names: Sequence[str], several_policies: bool) -> Line:
+def line_of(row: Mapping[str, Any], names: Sequence[str], several_policies: bool) -> Line:
     """The line that a point belongs to."""
     asked, picked = str(row["backend_requested"]), str(row["backend_picked"])
     forced = asked != AUTO and asked == picked
@@ -106,7 +113,7 @@ def lines(panel: pd.DataFrame, names: Sequence[str], several_policies: bool) -> 
     for _, group in panel.groupby(["run", "backend_requested", "policy"], sort=False):
         ordered = group.sort_values("size_bytes", kind="stable")
         drawn = ordered["status"].isin(DRAWN).to_numpy() & ordered["latency_median_s"].notna().to_numpy()
-        rows = ordered[["run", "backend_requested", "backend_picked", "policy"]].to_dict("records")
+        rows = records(ordered[["run", "backend_requested", "backend_picked", "policy"]])
         own = [line_of(row, names, several_policies) if d else None for d, row in zip(drawn, rows, strict=True)]
         start = 0
         for i in range(1, len(own) + 1):

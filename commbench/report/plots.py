@@ -33,8 +33,8 @@ from commbench.report.lines import (
     panels,
     run_names,
 )
-from commbench.report.style import PROBLEM, Look, decade_ticks, looks, short_rate, short_time, size_ticks
-from commbench.report.summary import Summary
+from commbench.report.style import PROBLEM, Look, decade_ticks, looks, short_time, size_ticks
+from commbench.report.summary import Summary, records
 from commbench.report.thresholds import Threshold, thresholds_of
 from commbench.types import AUTO, NO_DTYPE
 from commbench.units import format_size, format_time
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 MOST_PANELS = 12  # of one figure
 _DASHES = ("-", "--", "-.", ":")
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so that every machine draws the same
     "font.size": 9,
     "axes.spines.top": False,
@@ -193,9 +193,7 @@ class _Sheet:
             row, column = divmod(i, self.columns)
             x = self.left + column * (self.panel[0] + self.gap[0])
             y = height - head - (row + 1) * self.panel[1] - row * self.gap[1]
-            axes.set_position(
-                (x / self.width, y / height, self.panel[0] / self.width, self.panel[1] / height)
-            )
+            axes.set_position((x / self.width, y / height, self.panel[0] / self.width, self.panel[1] / height))
         y = height - 0.1
         text = self.figure.text
         text(0.15 / self.width, y / height, self.title, fontsize=12, fontweight="bold", va="top")
@@ -227,6 +225,21 @@ def _heading(title: str, own: Sequence[Panel]) -> str:
 def _limits(values: Iterable[float], pad: float) -> tuple[float, float] | None:
     finite = [v for v in values if math.isfinite(v) and v > 0]
     return (min(finite) / pad, max(finite) * pad) if finite else None
+
+
+def _value_limits(frames: Sequence[pd.DataFrame]) -> tuple[float, float]:
+    """Limits of a value axis from frames of (value, low, high): all values, and the bands as far as they are near.
+
+    The interval of two launches that disagree spans many decades; an axis that showed it whole would show nothing.
+    """
+    values = (
+        np.concatenate([f.to_numpy(dtype=np.float64, na_value=np.nan) for f in frames]) if frames else np.empty((0, 3))
+    )
+    inner = _limits(values[:, 0], 1.0) if len(values) else None
+    if inner is None:
+        return (1e-6, 1e-3)
+    low, high = _limits(values.reshape(-1), 1.0) or inner
+    return (max(low, inner[0] / 4) / 1.6, min(high, inner[1] * 4) * 1.35)
 
 
 def _log_axis(axis: Any, ticks: Sequence[float], text: Callable[[float], str]) -> None:
@@ -272,7 +285,7 @@ def _busbw(context: _Context, own: list[Panel], directory: Path, name: str) -> P
     return _against_size(
         context, own, directory, name, kind="busbw", title="Bus bandwidth against message size",
         unit="busbw (GB/s = 1e9 bytes per second)", columns=("busbw_gb_per_s", "busbw_low", "busbw_high"),
-        text=short_rate,
+        text=lambda v: f"{v:g}",
     )  # fmt: skip
 
 
@@ -300,9 +313,7 @@ def _against_size(
         title = title.partition(" against")[0]
     sheet = _Sheet(context, _heading(title, own), len(own))
     drawn = [p.points[p.points["status"].isin(DRAWN)] for p in own]
-    values = [v for frame in drawn for c in columns for v in frame[c].to_numpy(dtype=np.float64, na_value=np.nan)]
-    limits = _limits(values, 1.0) or (1e-6, 1e-3)
-    limits = (limits[0] / 1.6, limits[1] * 1.35)
+    limits = _value_limits([frame[list(columns)] for frame in drawn])
     for i, (axes, panel) in enumerate(zip(sheet.axes, own, strict=True)):
         if len(own) > 1:
             axes.set_title(panel.title, fontsize=9.5, loc="left", fontweight="bold")
@@ -342,7 +353,12 @@ def _line_style(context: _Context, line: Line) -> dict[str, Any]:
 def _shade(colour: str, run: int) -> str:
     """The colour itself for the first run, darker and lighter ones for those after it."""
     towards, part = ((0.0, 0.0), (0.0, 0.45), (1.0, 0.4), (0.0, 0.7))[run % 4]
-    return str(to_hex([c * (1 - part) + towards * part for c in to_rgb(colour)]))
+    r, g, b = to_rgb(colour)
+
+    def mix(c: float) -> float:
+        return c * (1 - part) + towards * part
+
+    return str(to_hex((mix(r), mix(g), mix(b))))
 
 
 def _draw_lines(
@@ -362,7 +378,13 @@ def _draw_lines(
         legend.setdefault(line.label, (0, line.sort_key(), Line2D([], [], **style)))
         unsteady = points["status"].to_numpy() == "unsteady"
         if unsteady.any():
-            ring = {"marker": "o", "color": PROBLEM, "markerfacecolor": "none", "linestyle": "none", "markersize": 11}
+            ring: dict[str, Any] = {
+                "marker": "o",
+                "color": PROBLEM,
+                "markerfacecolor": "none",
+                "linestyle": "none",
+                "markersize": 11,
+            }
             axes.plot(x[unsteady], y[unsteady], **ring)
             legend.setdefault("unsteady: no steady state found", (1, "", Line2D([], [], **ring)))
 
@@ -373,7 +395,7 @@ def _draw_sizeless(
     """A barrier: one place per backend instead of a size axis."""
     found = list(lines(panel.points, context.names, context.several_policies))
     for x, (line, points) in enumerate(found):
-        style = {**_line_style(context, line), "linestyle": "none", "markersize": 7}
+        style: dict[str, Any] = {**_line_style(context, line), "linestyle": "none", "markersize": 7}
         y, low, high = (points[c].to_numpy(dtype=np.float64, na_value=np.nan) for c in columns)
         axes.vlines([x] * len(y), low, high, color=style["color"], alpha=0.6, linewidth=3)
         axes.plot([x] * len(y), y, **style)
@@ -388,7 +410,13 @@ def _cross_problems(context: _Context, axes: Axes, panel: Panel, legend: dict[st
     bad = panel.points[panel.points["status"].isin(CROSSED)]
     if bad.empty:
         return
-    style = {"marker": "x", "color": PROBLEM, "linestyle": "none", "markersize": 7, "markeredgewidth": 2}
+    style: dict[str, Any] = {
+        "marker": "x",
+        "color": PROBLEM,
+        "linestyle": "none",
+        "markersize": 7,
+        "markeredgewidth": 2,
+    }
     x = bad["size_bytes"].to_numpy(dtype=np.float64) if panel.has_sizes else np.zeros(len(bad))
     # Points at one size are told apart by their height: one row per backend asked for.
     asked = sorted({str(b) for b in panel.points["backend_requested"]})
@@ -445,7 +473,7 @@ def _distribution(
     sheet = _Sheet(context, _heading(title, filled), len(filled), gap=0.76)
     relative = [by_point[key] / _quantile(by_point[key], 0.5) for p in filled for key in _keys(shown[p.title])]
     top = max(1.15, 1.12 * max(_quantile(r, 0.99) for r in relative))
-    limits = (min(0.9, 0.97 * min(float(r[0]) for r in relative)), top)
+    limits = (min(0.9, 0.95 * min(_quantile(r, 0.01) for r in relative)), top)
     for i, (axes, panel) in enumerate(zip(sheet.axes, filled, strict=True)):
         if len(filled) > 1:
             axes.set_title(panel.title, fontsize=9.5, loc="left", fontweight="bold")
@@ -454,8 +482,9 @@ def _distribution(
             axes.set_ylabel("latency / median of its point")
         single = _draw_violins(context, axes, panel, shown[panel.title], by_point, sheet.legend, top)
         if sheet.is_bottom(i):
-            axes.set_xlabel(("message size" if panel.has_sizes else "") + (", with the median" if single else ""))
-    black = {"color": "black", "linestyle": "none"}
+            texts = ["message size"] * panel.has_sizes + ["median latency"] * single
+            axes.set_xlabel(", ".join(texts))
+    black: dict[str, Any] = {"color": "black", "linestyle": "none"}
     for text, marker in (("p90", "_"), ("p99", "+")):
         sheet.legend[text] = (1, text, Line2D([], [], marker=marker, markersize=8, markeredgewidth=1.3, **black))
     if any(r[-1] > top for r in relative):
@@ -484,9 +513,9 @@ def _draw_violins(
     legend: dict[str, Any],
     top: float,
 ) -> bool:
-    """A violin per point, beside each other at each size; whether there is but one at every size, named by its median."""
+    """A violin per point, side by side at each size. True where every size has but one, whose median is then named."""
     at_size: dict[int, list[tuple[Line, tuple[int, str]]]] = {size: [] for size in sorted(set(frame["size_bytes"]))}
-    for row, key in zip(frame.to_dict("records"), _keys(frame), strict=True):
+    for row, key in zip(records(frame), _keys(frame), strict=True):
         at_size[int(row["size_bytes"])].append((line_of(row, context.names, context.several_policies), key))
     single = all(len(own) == 1 for own in at_size.values())
     centres: dict[Line, list[float]] = {}
@@ -504,13 +533,14 @@ def _draw_violins(
             beyond += [x] if ordered[-1] > top else []
         text = format_size(size) if panel.has_sizes else "no message"
         texts.append(f"{text}\n{format_time(_quantile(by_point[own[0][1]], 0.5))}" if single else text)
-    black = {"color": "black", "linestyle": "none", "markeredgewidth": 1.3}
+    black: dict[str, Any] = {"color": "black", "linestyle": "none", "markeredgewidth": 1.3}
     axes.plot(xs, p90s, marker="_", markersize=8, **black)
     axes.plot(xs, p99s, marker="+", markersize=7, **black)
     if beyond:
-        axes.plot(beyond, [top] * len(beyond), marker=(3, 0, 0), color="#555555", markersize=5, linestyle="none", clip_on=False)
+        beyond_mark: dict[str, Any] = {"marker": (3, 0, 0), "color": "#555555", "markersize": 5, "linestyle": "none"}
+        axes.plot(beyond, [top] * len(beyond), clip_on=False, **beyond_mark)
     for line, places in centres.items():
-        style = {**_line_style(context, line), "linestyle": "none", "markersize": 4.5}
+        style: dict[str, Any] = {**_line_style(context, line), "linestyle": "none", "markersize": 4.5}
         axes.plot(places, [1.0] * len(places), **style)
         legend.setdefault(line.label, (0, line.sort_key(), Line2D([], [], **style)))
     axes.set_xlim(-0.5, len(texts) - 0.5)
@@ -541,8 +571,9 @@ def _picks(context: _Context, directory: Path) -> list[Plot]:
     """Which backend the policy took, over size and dtype: one panel per run and collective."""
     points = context.points
     auto = points[(points["backend_requested"] == AUTO) & (points["dtype"] != NO_DTYPE)]
-    auto = auto[(auto["status"] != "skipped")]
-    groups = [(key, g) for key, g in auto.groupby(["run", "collective"], sort=False) if (g["backend_picked"] != "").any()]
+    auto = auto[auto["status"] != "skipped"]
+    by_panel = auto.groupby(["run", "collective"], sort=False)
+    groups = [(key, group) for key, group in by_panel if (group["backend_picked"] != "").any()]
     plots = []
     for part, own in enumerate([groups[i : i + MOST_PANELS] for i in range(0, len(groups), MOST_PANELS)], 1):
         name = "picks" if len(groups) <= MOST_PANELS else f"picks-{part}"
@@ -617,18 +648,24 @@ def _draw_map(
     cells: dict[tuple[str, int], list[tuple[float, float, float]]] = {}  # backend ("": no success), row → x0, x1, size
     for y, (_, points) in enumerate(rows):
         left, right = _cell_edges(points["size_bytes"].unique())
-        for (size, cell), x0, x1 in zip(points.groupby("size_bytes", sort=True), left, right, strict=True):
-            good = not cell["status"].isin(CROSSED).any()
-            cells.setdefault((str(cell["backend_picked"].iloc[0]) if good else "", y), []).append((x0, x1, float(size)))
+        by_size = points.drop_duplicates("size_bytes")[["size_bytes", "backend_picked", "status"]]
+        for row, x0, x1 in zip(records(by_size), left, right, strict=True):
+            picked = "" if row["status"] in CROSSED else row["backend_picked"]
+            cells.setdefault((picked, y), []).append((x0, x1, float(row["size_bytes"])))
     for (picked, y), own in cells.items():
         spans = [(x0, x1 - x0) for x0, x1, _ in own]
         if not picked:
-            bad = {"facecolor": "white", "edgecolor": PROBLEM, "hatch": "xxx", "linewidth": 0.8}
+            bad: dict[str, Any] = {"facecolor": "white", "edgecolor": PROBLEM, "hatch": "xxx", "linewidth": 0.8}
             axes.broken_barh(spans, (y - 0.41, 0.82), **bad)
             legend.setdefault("no success (see list)", (2, "", Patch(**bad)))
             continue
         look = context.looks[picked]
-        mark = {"marker": look.marker, "markerfacecolor": "white", "markeredgecolor": "black", "markersize": 5}
+        mark: dict[str, Any] = {
+            "marker": look.marker,
+            "markerfacecolor": "white",
+            "markeredgecolor": "black",
+            "markersize": 5,
+        }
         axes.broken_barh(spans, (y - 0.41, 0.82), facecolor=look.colour, alpha=0.85, edgecolor="white", linewidth=1)
         axes.plot([size for _, _, size in own], [y] * len(own), linestyle="none", **mark)
         handle = Line2D([], [], color=look.colour, linewidth=7, solid_capstyle="butt", **mark)
@@ -646,7 +683,8 @@ def _draw_thresholds(axes: Axes, found: Sequence[Threshold], rows: int) -> None:
     """A line through the rows, and its text on a line of its own below them."""
     for place, threshold in enumerate(found[:8]):
         y = rows - 0.2 + 0.5 * place
-        axes.plot([threshold.size_bytes] * 2, [-0.5, y], color="black", linewidth=1.2, linestyle=(0, (3, 2)))
+        dashed: dict[str, Any] = {"color": "black", "linewidth": 1.2, "linestyle": (0, (3, 2)), "zorder": 1.5}
+        axes.plot([threshold.size_bytes] * 2, [-0.5, y], **dashed)
         low, high = axes.get_xlim()
         right = math.sqrt(low * high) < threshold.size_bytes
         axes.annotate(

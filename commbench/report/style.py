@@ -82,6 +82,8 @@ def interval_text(low: float, high: float) -> str:
     """``271–280 µs``, or ``984 ns–1.02 µs`` where the ends have different units; "–" where there is no interval."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return "–"
+    if not low > 0 or high / low > 1000:  # two launches that disagree, for example
+        return ">1000× wide"
     start, end = format_time(low), format_time(high)
     return f"{start.partition(' ')[0]}–{end}" if start.split(" ")[1] == end.split(" ")[1] else f"{start}–{end}"
 

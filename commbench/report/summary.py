@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from commbench.analysis.launches import EXTRA_COLUMNS, SEVERITY, merge_launches
+from commbench.analysis.launches import EXTRA_COLUMNS, MILD, SEVERITY, common_texts, merge_launches
 from commbench.errors import StoreError
 from commbench.store.run import PLAN, Plan, Run
 from commbench.store.schema import POINT_COLUMNS, SCHEMA_VERSION
@@ -167,11 +167,18 @@ class Summary:
 
     @cached_property
     def problems(self) -> list[Problem]:
-        """Every point that is not ok, worst status first; points with one status and reason stand together."""
+        """Every point that is not ok, worst status first; points with one status and reason stand together, also where
+        the reasons of a mild status differ only in numbers."""
         grouped: dict[tuple[str, str], list[Any]] = {}
         bad = self.points[self.points["status"] != "ok"]
-        for row in bad.to_dict("records"):
+        for place, row in enumerate(records(bad)):
+            row["place"] = place
             grouped.setdefault((row["status"], row["reason"] or _default_reason(row)), []).append(row)
+        for status in MILD:
+            reasons = [reason for s, reason in grouped if s == status]
+            for text, places in common_texts(reasons).items():
+                rows = [row for place in places for row in grouped.pop((status, reasons[place]))]
+                grouped[status, text] = sorted(rows, key=lambda row: row["place"])
         found = [
             Problem(s, r, tuple(label(row) for row in rows), tuple(row["point_id"] for row in rows))
             for (s, r), rows in grouped.items()
@@ -220,17 +227,17 @@ class Summary:
         return text
 
     @property
+    def level(self) -> str:
+        """good, bad (something wrong, failed, timed out or missing) or note (all else that is not ok)."""
+        if self.good:
+            return "good"
+        mild = len(self.points) and not self.unmeasured and set(self.counts) <= {"ok", *MILD}
+        return "note" if mild else "bad"
+
+    @property
     def good(self) -> bool:
         """Whether nothing needs a look: every planned point has a result and is ok or skipped."""
         return bool(len(self.points)) and not self.unmeasured and set(self.counts) <= {"ok", "skipped"}
-
-    @cached_property
-    def varying(self) -> tuple[str, ...]:
-        """Those of VARIANTS in which points of one collective differ, so that a reader needs to see them."""
-        if self.points.empty:
-            return ()
-        sorts = self.points.groupby("collective")[list(VARIANTS)].nunique(dropna=True)
-        return tuple(v for v in VARIANTS if int(sorts[v].max()) > 1)
 
 
 def noise_marks(text: Any) -> list[str]:
@@ -300,18 +307,30 @@ def gather_sizes(labels: Iterable[str]) -> str:
 
 
 def _default_reason(row: Mapping[str, Any]) -> str:
-    wrong = row["wrong_count"]
-    return f"{wrong} wrong elements" if row["status"] == "wrong" and wrong == wrong and wrong else ""
+    return f"{row['wrong_count']} wrong elements" if row["status"] == "wrong" and row["wrong_count"] else ""
 
 
-def checked_text(row: Mapping[Any, Any]) -> str:
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows as plain values; None where there is none (a point whose ranks died has little but its name)."""
+    plain = frame.astype(object)
+    rows: list[dict[str, Any]] = [
+        {str(name): value for name, value in row.items()} for row in plain.where(frame.notna(), None).to_dict("records")
+    ]
+    return rows
+
+
+def number(value: float | None) -> float:
+    """The value, NaN where there is none."""
+    return math.nan if value is None else float(value)
+
+
+def checked_text(row: Mapping[str, Any]) -> str:
     """``✓`` for checked results, ``3 wrong`` for wrong ones, ``no`` where nothing was compared."""
-    wrong = row["wrong_count"]
-    if wrong == wrong and wrong:
-        return f"{int(wrong)} wrong"
+    if row["wrong_count"]:
+        return f"{row['wrong_count']} wrong"
     if row["status"] == "wrong":
         return "wrong"
-    return "✓" if row["checked"] == True else "no"  # noqa: E712 - a nullable boolean
+    return "✓" if row["checked"] else "no"
 
 
 def decision_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -355,26 +374,29 @@ def to_json(run: Run) -> dict[str, Any]:
         "unmeasured": list(summary.unmeasured),
         "damaged": summary.damaged,
         "manifest": summary.manifest,
-        "points": [_plain(row) for row in summary.points.to_dict("records")],
+        "points": [_plain(row) for row in records(summary.points)],
     }
 
 
-def _plain(row: Mapping[Any, Any]) -> dict[str, Any]:
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
     """A point's row as JSON values."""
-    import pandas as pd
-
     kinds = POINT_COLUMNS | EXTRA_COLUMNS
     plain: dict[str, Any] = {}
     for name, value in row.items():
         if name in ("decision", "noise"):
             plain[name] = _parsed(value)
-        elif value is None or value is pd.NA or (isinstance(value, float) and not math.isfinite(value)):
+        elif value is None or (isinstance(value, float) and not math.isfinite(value)):
             plain[name] = None
         else:
             kind = kinds[name]
             plain[name] = (
-                bool(value) if kind == "boolean" else int(value) if kind == "Int64" else
-                float(value) if kind == "Float64" else str(value)
+                bool(value)
+                if kind == "boolean"
+                else int(value)
+                if kind == "Int64"
+                else float(value)
+                if kind == "Float64"
+                else str(value)
             )
     return plain
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from commbench.report.lines import chosen_sizes, combine, panels
 from commbench.report.style import interval_text, short_rate
-from commbench.report.summary import Summary, checked_text, summarise
+from commbench.report.summary import Summary, checked_text, number, records, summarise
 from commbench.store.run import Run
 from commbench.types import AUTO, NO_DTYPE
 from commbench.units import format_size, format_time
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 60  # on a terminal; a longer table shows some sizes of each group
 
-_COLOURS = {"ok": "green", "skipped": "yellow"}
+_COLOURS = {"ok": "green", "skipped": "yellow", "unsteady": "yellow", "refused": "yellow"}
+_LEVELS = {"good": "bold green", "note": "bold yellow", "bad": "bold red"}
 
 
 def print_summary(run: Run, console: Console) -> None:
@@ -73,13 +74,11 @@ def _print_table(summary: Summary, points: pd.DataFrame, console: Console) -> No
     """A line per point under a heading for each collective and dtype, and whatever else varies."""
     several_policies = len(summary.policies) > 1
     groups = [
-        (panel.title.replace(" · ", " "), [_cells(r, several_policies) for r in panel.points.to_dict("records")])
+        (panel.title.replace(" · ", " "), [_cells(r, several_policies) for r in records(panel.points)])
         for panel in panels(points)
     ]
     cells = [row for _, rows in groups for row in rows]
-    widths = [
-        max(max(map(len, head.split("\n"))), *(len(row[i]) for row in cells)) for i, head in enumerate(_HEAD)
-    ]
+    widths = [max(max(map(len, head.split("\n"))), *(len(row[i]) for row in cells)) for i, head in enumerate(_HEAD)]
     gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= console.width else 1
     # Only names of backends can be long; they fold where the terminal is too narrow.
     spare = console.width - (sum(widths) - widths[1] + gap * (len(widths) - 1))
@@ -101,14 +100,14 @@ def _print_table(summary: Summary, points: pd.DataFrame, console: Console) -> No
         console.print(grid)
 
 
-def _cells(row: Mapping[Any, Any], several_policies: bool) -> list[Text]:
+def _cells(row: Mapping[str, Any], several_policies: bool) -> list[Text]:
     status = str(row["status"])
     size = format_size(int(row["size_bytes"])) if row["dtype"] != NO_DTYPE else "–"
     asked, took = str(row["backend_requested"]), str(row["backend_picked"] or "–")
     if several_policies and asked == AUTO:
         asked = f"auto ({row['policy']})"
     median, low, high, p99, algbw, busbw = (
-        _number(row[name])
+        number(row[name])
         for name in (
             "latency_median_s", "latency_ci_low_s", "latency_ci_high_s", "latency_p99_s", "algbw_gb_per_s",
             "busbw_gb_per_s",
@@ -121,13 +120,6 @@ def _cells(row: Mapping[Any, Any], several_policies: bool) -> list[Text]:
     return [*map(Text, texts), Text(status, style=_COLOURS.get(status, "bold red"))]
 
 
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except TypeError:
-        return math.nan
-
-
 def _print_problems(summary: Summary, console: Console) -> None:
     """Last, so that they stand above the prompt."""
     console.print()
@@ -137,7 +129,9 @@ def _print_problems(summary: Summary, console: Console) -> None:
         console.print(f"  {escape(problem.said)}", highlight=False)
     if summary.unmeasured:
         console.print(
-            Text.assemble(("not measured", "bold red"), f" {len(summary.unmeasured)} of {summary.planned} planned points")
+            Text.assemble(
+                ("not measured", "bold red"), f" {len(summary.unmeasured)} of {summary.planned} planned points"
+            )
         )
     for line in summary.damaged:
         console.print(Text.assemble(("damaged", "bold red"), f" {line}"))
@@ -145,4 +139,4 @@ def _print_problems(summary: Summary, console: Console) -> None:
         console.print(f"{summary.noisy} points were measured in noise; the report says what disturbed each.")
     if summary.imprecise:
         console.print(f"{summary.imprecise} points did not reach the interval asked for in the time given.")
-    console.print(Text(summary.verdict, style="bold green" if summary.good else "bold red"))
+    console.print(Text(summary.verdict, style=_LEVELS[summary.level]))

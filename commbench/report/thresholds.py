@@ -10,6 +10,7 @@ from commbench.errors import CommbenchError
 from commbench.policy import load_policy
 from commbench.report.summary import Summary
 from commbench.types import Platform
+from commbench.units import format_size
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,9 +48,10 @@ def thresholds_of(summary: Summary, points: pd.DataFrame) -> tuple[list[Threshol
         except CommbenchError as error:
             notes.append(f"thresholds not drawn: {error}")
             continue
-        for _, size, _, what in found:
+        for _, size, strictness, what in found:
             if low <= size <= high:
-                texts[size, f"{name}: {what}" if len(policies) > 1 else what] = None
+                sized = what if format_size(size) in what else f"{what} ({strictness} {format_size(size)})"
+                texts[size, f"{name}: {sized}" if len(policies) > 1 else sized] = None
     return [Threshold(size, text) for size, text in sorted(texts)], "; ".join(notes)
 
 

@@ -147,4 +147,5 @@ def read_samples(directory: Path, point_id: str | Collection[str] | None = None)
         ]
     if not frames:
         return pd.DataFrame({n: pd.Series(dtype=k) for n, k in schema.SAMPLE_COLUMNS.items()})
-    return pd.concat(frames, ignore_index=True).astype(schema.SAMPLE_COLUMNS)
+    everything: pd.DataFrame = pd.concat(frames, ignore_index=True).astype(schema.SAMPLE_COLUMNS)
+    return everything

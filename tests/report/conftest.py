@@ -84,9 +84,7 @@ class RunBuilder:
             return point.backend
         return "shm" if point.size_bytes < self.threshold and point.collective == "all_reduce" else "torch_dist"
 
-    def row(
-        self, point: Point, launch: int, place: int, random: np.random.Generator, log: SampleLog
-    ) -> dict[str, Any]:
+    def row(self, point: Point, launch: int, place: int, random: np.random.Generator, log: SampleLog) -> dict[str, Any]:
         picked = self.pick(point)
         affected = self.problem_launches is None or launch in self.problem_launches
         status, reason = self.problems.get(point.point_id, ("ok", "")) if affected else ("ok", "")
@@ -180,7 +178,9 @@ def grid(
                 continue
             for dtype in dtypes:
                 step = DTYPES[dtype].itemsize * world_size
-                points += [replace(base, dtype=dtype, size_bytes=size - size % step or 8 * world_size) for size in sizes]
+                points += [
+                    replace(base, dtype=dtype, size_bytes=size - size % step or 8 * world_size) for size in sizes
+                ]
     return list(dict.fromkeys(points))
 
 
