@@ -200,8 +200,6 @@ class Group:
         return usable.get(route.backend, "not set up for this group") if usable else None
 
 
-
-
 class Bound:
     """A policy bound to one group and dtype. Everything that does not depend on the call's size, layout or mode is
     settled here once. Satisfies ``gates.Site``."""

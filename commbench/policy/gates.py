@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NewType, Protocol, get_type_hints
 
-from commbench.types import DTYPES, CallSignature, Platform
+from commbench.types import COLLECTIVES, DTYPES, CallSignature, Platform
 from commbench.units import format_size
 
 Size = NewType("Size", int)
@@ -94,7 +94,7 @@ class Gate:
     def describe(self, arguments: Mapping[str, Any]) -> str:
         """The condition in words, e.g. ``size < 8 MiB``."""
         shown = {n: _show(v, self.arguments.get(n)) for n, v in (self.defaults | dict(arguments)).items()}
-        return self.says.format(**shown)
+        return re.sub(r"\bone of ([^,]+)$", r"\1", self.says.format(**shown))
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
@@ -109,6 +109,12 @@ def _show(value: Any, kind: Any) -> str:
     if isinstance(value, tuple | list):
         return ", ".join(str(v) for v in value)
     return str(value)
+
+
+def _among(items: Words | Numbers) -> str:
+    """``float16`` or ``one of float16, bfloat16``."""
+    words = ", ".join(str(i) for i in items)
+    return words if len(items) == 1 else f"one of {words}"
 
 
 def _standing(says: str) -> Callable[[Callable[..., str | None]], Gate]:
@@ -128,14 +134,14 @@ def _call(
 def device_in(site: Site, devices: Words) -> str | None:
     """The group's device is one of cpu, cuda, hip, hpu, xpu, npu."""
     device = site.platform.device
-    return None if device in devices else f"{device} is not one of {', '.join(devices)}"
+    return None if device in devices else f"{device} is not {_among(devices)}"
 
 
 @_standing("world size is one of {sizes}")
 def world_size_in(site: Site, sizes: Numbers) -> str | None:
     """The number of ranks is in the list."""
     n = site.platform.world_size
-    return None if n in sizes else f"world size {n} is not one of {', '.join(map(str, sizes))}"
+    return None if n in sizes else f"world size {n} is not {_among(sizes)}"
 
 
 @_standing("world size is {least} to {most}")
@@ -195,7 +201,7 @@ def capability_in(site: Site, capabilities: Words) -> str | None:
     have = site.platform.capability
     if any(capability_matches(pattern, have) for pattern in capabilities):
         return None
-    return f"compute capability {have[0]}.{have[1]} is not one of {', '.join(capabilities)}"
+    return f"compute capability {have[0]}.{have[1]} is not {_among(capabilities)}"
 
 
 @_standing("consecutive ranks")
@@ -214,14 +220,14 @@ def cpu_has(site: Site, flag: str) -> str | None:
 def group_in(site: Site, groups: Words) -> str | None:
     """The group's tag (tp, ep, pp, …) is in the list."""
     group = site.platform.group
-    return None if group in groups else f"group {group} is not one of {', '.join(groups)}"
+    return None if group in groups else f"group {group} is not {_among(groups)}"
 
 
 @_standing("{parameter} is one of {values}")
 def parameter_in(site: Site, parameter: str, values: Words) -> str | None:
     """A parameter's value, as text, is in the list. Booleans are ``true`` and ``false``."""
     have = as_word(site.values[parameter])
-    return None if have in values else f"{parameter} is {have}, not one of {', '.join(values)}"
+    return None if have in values else f"{parameter} is {have}, not {_among(values)}"
 
 
 @_standing("{table} has a row for this group")
@@ -270,7 +276,7 @@ def never(site: Site, why: str) -> str | None:
 @_call("dtype is one of {dtypes}")
 def dtype_in(call: CallSignature, site: Site, dtypes: Words) -> str | None:
     """The element type is in the list (torch names)."""
-    return None if call.dtype in dtypes else f"{call.dtype} is not one of {', '.join(dtypes)}"
+    return None if call.dtype in dtypes else f"{call.dtype} is not {_among(dtypes)}"
 
 
 @_call("size is a multiple of {bytes} bytes")
@@ -360,7 +366,16 @@ def mode_in(call: CallSignature, site: Site, modes: Words) -> str | None:
 @_call("op is one of {ops}")
 def op_in(call: CallSignature, site: Site, ops: Words) -> str | None:
     """The reduction is in the list."""
-    return None if call.op in ops else f"{call.op or 'no op'} is not one of {', '.join(ops)}"
+    return None if call.op in ops else f"{call.op or 'no op'} is not {_among(ops)}"
+
+
+@_call("dtype is one of {dtypes}, if the collective reduces")
+def reduces_in(call: CallSignature, site: Site, dtypes: Words) -> str | None:
+    """A collective that reduces has the element type in the list; one that only moves data may have any."""
+    kind = COLLECTIVES.get(call.collective.removesuffix("v"))  # all_gatherv moves data as all_gather does
+    if (kind is not None and not kind.reduces) or call.dtype in dtypes:
+        return None
+    return f"{call.dtype} is not {_among(dtypes)}"
 
 
 @_call("tensor lives in symmetric memory")
@@ -765,6 +780,7 @@ GATES: dict[str, Gate] = {
         above_power_of_two,
         mode_in,
         op_in,
+        reduces_in,
         registered,
         unless_taken_by,
         quick_reduce_minimum,
