@@ -208,6 +208,12 @@ print("\n".join(r for r in wanted if not re.match(r"torch\b", r)))
 PY
 }
 
+# For a step that failed by itself, not by an interruption: what is installed is whole, and the next run goes on from it.
+failed() {
+  rm -f "$PREFIX/$UNFINISHED"
+  die "$*; see above"
+}
+
 # Torch first and alone, and commbench itself without its requirements: so pip never resolves torch again.
 install_all() {
   local kind=$1 own=$2 list=$PREFIX/commbench-requirements.txt reason
@@ -215,13 +221,13 @@ install_all() {
   say "installing what commbench needs"
   requirements "$kind" >"$list"
   if [[ $kind == dev && $own == yes ]]; then
-    pip_install -r "$list" -c "$ROOT/constraints-dev.txt" || die "could not install the requirements; see above"
+    pip_install -r "$list" -c "$ROOT/constraints-dev.txt" || failed "could not install the requirements"
   else
-    pip_install -r "$list" || die "could not install the requirements; see above"
+    pip_install -r "$list" || failed "could not install the requirements"
   fi
   rm -f "$list" "$PREFIX/commbench-torch.log"
   say "building and installing commbench"
-  pip_install --no-deps -e "$ROOT" || die "could not install commbench; see above"
+  pip_install --no-deps -e "$ROOT" || failed "could not install commbench"
   in_prefix "$PREFIX" 'import torch, commbench' || die "commbench is installed but does not import; see above"
   reason=$(in_prefix "$PREFIX" 'from commbench.native import why_unavailable as why; print(why())')
   [[ -z $reason ]] || say "note: $reason, so the shared-memory backends are missing; to have them, install" \
