@@ -343,9 +343,10 @@ class ShmBackend(Backend):
             )  # fmt: skip
         else:
             dense = _writable(output)
+            source = dense.copy_(input) if input is output else input.contiguous()
             self._all_reduce(
-                input.contiguous().data_ptr() if input is not output else dense.copy_(input).data_ptr(),
-                dense.data_ptr(), input.numel(), _DTYPE_CODES[input.dtype], _OP_CODES[op], self.twoshot_threshold,
+                source.data_ptr(), dense.data_ptr(), source.numel(),
+                _DTYPE_CODES[input.dtype], _OP_CODES[op], self.twoshot_threshold,
             )  # fmt: skip
             _write_back(output, dense)
         self.calls += 1
