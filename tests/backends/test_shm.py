@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -460,7 +461,7 @@ def check_threads(group: Group) -> None:
                 x = torch.ones(numel)
                 backend.all_reduce(x, x, "sum")
                 assert (x == group.world_size).all()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - reported below
             failures.append(error)
 
     for _ in range(5):
@@ -527,14 +528,17 @@ def test_a_forked_child_is_refused_and_its_parent_goes_on(two: Ranks) -> None:
 # ---- what is left behind -----------------------------------------------------------------------------------------
 
 
-def segments_left() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("commbench-")}
+@pytest.fixture
+def own_folder() -> Iterator[Path]:
+    """A folder in shared memory where nobody else makes files."""
+    with tempfile.TemporaryDirectory(prefix="commbench-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
-def create_and_destroy(group: Group, times: int) -> tuple[int, int, set[str]]:
+def create_and_destroy(group: Group, times: int, folder: str) -> tuple[int, int, list[str]]:
     def state() -> tuple[int, int]:
         maps = Path("/proc/self/maps").read_text().count("commbench-")
-        return len(os.listdir("/proc/self/fd")), maps
+        return len(list(Path("/proc/self/fd").iterdir())), maps
 
     handle = dist.new_group(list(group.ranks))
     fresh = Group("fresh", group.ranks, group.rank, group.device, handle, handle, True)
@@ -547,34 +551,40 @@ def create_and_destroy(group: Group, times: int) -> tuple[int, int, set[str]]:
         if close:
             backend.close()
 
-    cycle(True)
-    before = state()
-    for i in range(times):
-        cycle(i % 2 == 0)  # some are only dropped
+    os.environ["COMMBENCH_SHM_DIR"] = folder
+    try:
+        cycle(True)
+        before = state()
+        for i in range(times):
+            cycle(i % 2 == 0)  # some are only dropped
+    finally:
+        del os.environ["COMMBENCH_SHM_DIR"]
     fds, maps = state()
-    return fds - before[0], maps - before[1], segments_left()
+    return fds - before[0], maps - before[1], [p.name for p in Path(folder).iterdir()]
 
 
-def test_creating_and_destroying_leaks_no_descriptor_mapping_or_file(two: Ranks) -> None:
-    assert two.run(create_and_destroy, 30) == [(0, 0, set())] * 2
+def test_creating_and_destroying_leaks_no_descriptor_mapping_or_file(two: Ranks, own_folder: Path) -> None:
+    assert two.run(create_and_destroy, 30, str(own_folder)) == [(0, 0, [])] * 2
 
 
 def use_and_wait(group: Group) -> None:
     backend = backend_of(group)
     shm.empty((1000,), torch.float32, group)
     backend.barrier()
-    assert not segments_left(), "the name must be gone while the group lives"
+    folder = os.environ.get("COMMBENCH_SHM_DIR")
+    assert folder is None or not list(Path(folder).iterdir()), "the name must be gone while the group lives"
+    assert folder is None or folder in Path("/proc/self/maps").read_text()
 
 
-def test_killing_every_rank_leaves_nothing_behind() -> None:
-    ranks = Ranks(2)
+def test_killing_every_rank_leaves_nothing_behind(own_folder: Path) -> None:
+    ranks = Ranks(2, {"COMMBENCH_SHM_DIR": str(own_folder)})
     try:
         ranks.run(use_and_wait)
     finally:
         for process in ranks.processes:
             os.kill(process.pid or 0, signal.SIGKILL)
         ranks.close()
-    assert not segments_left()
+    assert not list(own_folder.iterdir())
 
 
 # ---- failures ----------------------------------------------------------------------------------------------------
@@ -808,7 +818,6 @@ def proofs(group: Group, hide: str) -> bool:
 @pytest.mark.parametrize(("hide", "expected"), [("", True), ("file", False), ("boot", False), ("everything", False)])
 def test_one_host_is_proven_by_reading_and_all_ranks_agree(two: Ranks, hide: str, expected: bool) -> None:
     assert two.run(proofs, hide) == [expected] * 2
-    assert not segments_left()
 
 
 def no_room(group: Group, directory: str) -> str:
@@ -843,7 +852,7 @@ def in_directory(group: Group, directory: str) -> None:
     backend.all_reduce(x, x, "sum")
     assert (x == group.world_size).all()
     assert directory in Path("/proc/self/maps").read_text()
-    assert not os.listdir(directory)
+    assert not list(Path(directory).iterdir())
     backend.close()
 
 
