@@ -51,10 +51,10 @@ def draw_policies(sides: Sequence[tuple[Policy, Platform]], place: str, out: Pat
             ticks = [1 << n for n in range(4, 31, 4)]
             axis.set_xticks(ticks, [format_size(t) for t in ticks])
             axis.set_yticks(range(len(rows)), [f"{dtype}, {mode}" for dtype, mode in rows])
-            axis.invert_yaxis()
             axis.set_xlabel("message size (multiples of 16 bytes)")
             axis.set_title(policy.name)
             axis.minorticks_off()
+        axes[0][0].invert_yaxis()  # the columns share it
         figure.suptitle(f"Backend of an all_reduce on {place}")
         patches = [Patch(color=colours[name], label=name) for name in names]
         figure.legend(handles=patches, loc="outside lower center", ncols=min(len(names), 6), frameon=False)

@@ -1,0 +1,72 @@
+"""``commbench doctor``: what is available here, why the rest is not, and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from commbench.harness.doctor import Note
+
+_MARKS = {"ok": "✓", "off": "·", "note": "–", "warning": "!", "problem": "✗"}
+_WIDTH = 110
+
+
+@click.command(short_help="Say what is available here, what is not, and what to do.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="For results.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(out: Path, as_json: bool) -> None:
+    """Say what is available on this machine, why the rest is not, and what to do about it.
+
+    ✓ works, · is not here, – is a setting that matters, ! will not work or will mislead, ✗ stops the main job.
+
+    Exit code 1 where a sweep cannot run at all. Nothing is changed and no variable of yours is overridden.
+    """
+    from commbench.harness.doctor import can_run, diagnose, look
+
+    notes = diagnose(look(out), os.environ)
+    if as_json:
+        click.echo(json.dumps({"can_run": can_run(notes), "notes": [asdict(n) for n in notes]}, indent=2))
+    else:
+        click.echo("\n".join(_lines(notes)))
+    click.get_current_context().exit(0 if can_run(notes) else 1)
+
+
+def _lines(notes: list[Note]) -> list[str]:
+    lines: list[str] = []
+    width = max(len(n.subject) for n in notes)
+    section = ""
+    for note in notes:
+        if note.section != section:
+            section = note.section
+            lines += ["", section] if lines else [section]
+        lines += _wrapped(f"  {_MARKS[note.state]} {note.subject:<{width}}  ", note.what, width + 6)
+        if note.remedy:
+            lines += _wrapped(f"    {'':<{width}}  → ", note.remedy, width + 8)
+    counts = {state: sum(n.state == state for n in notes) for state in ("problem", "warning")}
+    if counts["problem"]:
+        last = "a sweep cannot run here: see ✗"
+    elif counts["warning"]:
+        last = (
+            f"a sweep can run here; {counts['warning']} thing{'s' if counts['warning'] > 1 else ''} to look at: see !"
+        )
+    else:
+        last = "a sweep can run here"
+    return [*lines, "", last]
+
+
+def _wrapped(first: str, text: str, indent: int) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
