@@ -304,6 +304,7 @@ case ${1-} in
     ;;
   '')
     set_up run
+    [[ $PWD -ef $ROOT ]] || say "paths below start at $ROOT"
     cd -- "$ROOT"
     exec "$PYTHON" -P -m commbench sweep sweeps/quick.toml
     ;;

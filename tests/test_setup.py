@@ -171,10 +171,14 @@ def test_the_first_run_makes_an_environment_installs_and_measures(checkout: Chec
 def test_a_second_run_installs_nothing(checkout: Checkout) -> None:
     checkout.run()
     checkout.calls()
-    again = checkout.run()
+    again = checkout.run(cwd=checkout.root)
     assert again.returncode == 0
     assert again.stderr == ""
     assert checkout.calls() == []
+
+
+def test_from_another_folder_it_says_where_the_paths_it_names_start(checkout: Checkout, tmp_path: Path) -> None:
+    assert f"paths below start at {checkout.root}" in checkout.run(cwd=tmp_path).stderr
 
 
 def test_other_arguments_go_to_commbench_in_the_users_folder(checkout: Checkout, tmp_path: Path) -> None:
