@@ -6,7 +6,7 @@ The sweep's decisions, the report's map of picks and ``commbench explain`` all c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -162,6 +162,7 @@ class Group:
         self.facts = table_facts(platform, self.values)
         self.resolver = _Resolver(data, self.values, self.facts, shared)
         self._standings: dict[str, str | None] = {}
+        self._steps: list[_Step] = []
         self.faults: dict[tuple[str, str], tuple[Fault, ...]] = {}
         for fault in data.faults:
             if all(self.resolver.bind(c).ask(self) is None for c in fault.needs):
@@ -177,14 +178,14 @@ class Group:
             self._standings[route] = self._ask_standing(self.data.routes[route])
         return self._standings[route]
 
-    @cached_property
-    def plan(self) -> tuple[_Step, ...]:
-        """The order with everything settled that does not depend on the call."""
-        plan: list[_Step] = []
-        for route in self.order:
-            gate, take, step = (self.faults.get((stage, route.name), ()) for stage in ("gate", "take", "step"))
-            plan.append((route, self.standing(route.name), gate, take, step))
-        return tuple(plan)
+    def plan(self) -> Iterator[_Step]:
+        """The order with everything settled that does not depend on the call, worked out as far as it is asked for."""
+        steps = self._steps
+        for index, route in enumerate(self.order):
+            if index == len(steps):
+                gate, take, step = (self.faults.get((stage, route.name), ()) for stage in ("gate", "take", "step"))
+                steps.append((route, self.standing(route.name), gate, take, step))
+            yield steps[index]
 
     def refusal(self, route: str, call: CallSignature) -> str | None:
         raise PolicyError(f"policy {self.data.name}: a standing gate asks whether {route} takes a call")
@@ -241,7 +242,7 @@ class Bound:
         declines: backend → its own hard limit for this call. Raises PolicyError where nothing accepts.
         """
         declined: list[Declined] = []
-        for route, reason, *_ in self.group.plan:
+        for route, reason, *_ in self.group.plan():
             if reason is None:
                 reason = declines.get(route.backend) or self._refuses(self._conditions(route.name), call)
             if reason is None:
@@ -259,7 +260,7 @@ class Bound:
             if self._strikes(fault, call):
                 return self._raised([], fault)
         declined: list[tuple[Route, str]] = []
-        for route, reason, at_gate, at_take, at_step in self.group.plan:
+        for route, reason, at_gate, at_take, at_step in self.group.plan():
             for fault in at_gate:
                 if self._strikes(fault, call):
                     return self._raised(declined, fault)
@@ -290,7 +291,7 @@ class Bound:
     def thresholds(self, mode: str = "eager") -> tuple[Threshold, ...]:
         """Every size at which some standing route's answer, or its kernel, changes; smallest first."""
         found: dict[tuple[str, int, str], Threshold] = {}
-        for route, reason, *_ in self.group.plan:
+        for route, reason, *_ in self.group.plan():
             if reason is not None:
                 continue
             edges: list[tuple[int, Edge, str]] = []
