@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
@@ -32,6 +32,7 @@ SYNCS = ("window", "barrier", "none")
 DEVICES = ("auto", "cpu", "cuda")
 
 Names = tuple[str, ...]
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ class SweepSpec(BaseModel):
     @field_validator("sizes")
     @classmethod
     def _sizes_parse(cls, value: str) -> str:
-        if not parse_sizes(value):
+        if not _valid(parse_sizes, value):
             raise ValueError("is empty; name at least one size")
         return value
 
@@ -215,12 +216,20 @@ class SweepSpec(BaseModel):
     @field_validator("target_ci", mode="before")
     @classmethod
     def _percent(cls, value: Any) -> float:
-        return parse_percent(value)
+        return _valid(parse_percent, value)
 
     @field_validator("max_time_per_point", "budget", mode="before")
     @classmethod
     def _duration(cls, value: Any) -> float | None:
-        return None if value is None else parse_duration(value)
+        return None if value is None else _valid(parse_duration, value)
+
+
+def _valid(parse: Callable[[Any], Parsed], value: Any) -> Parsed:
+    """Parse inside a validator, where pydantic expects a ValueError (and adds which key it was)."""
+    try:
+        return parse(value)
+    except SpecError as error:
+        raise ValueError(str(error)) from error
 
 
 _SINGULAR = {

@@ -80,7 +80,9 @@ def command(spec_file: str | None, out: Path | None, dry_run: bool, as_json: boo
         return 0
 
     from commbench.harness.progress import watcher
+    from commbench.store.run import check_writable
 
+    check_writable(directory)
     total = len(expansion.points) * spec.launches
     interrupted = failed = None
     with watcher(total, quiet=quiet, estimate_s=harness.estimate_s(expansion, spec)) as on_event:
