@@ -144,20 +144,18 @@ class Launch:
                 self.done = True
 
     def failure(self) -> str:
-        """Why the job died, in one line: the first rank's own error, or the signal that ended it."""
+        """Why the job died, in one line: the error of the rank that failed first, or the signal that ended it."""
         torchrun = _text(self.directory / schema.LOGS_DIR / f"launch-{self.index}.torchrun.log")
-        causes = re.findall(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", torchrun, re.DOTALL)
-        own = {}
-        for rank in range(self.ranks):
+        # torchrun ends the other ranks itself; only what it saw first is a cause
+        cause = re.search(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", torchrun.rpartition("Root Cause")[2], re.DOTALL)
+        if cause is not None and int(cause[2]) < 0:
+            return f"rank {cause[1]} was killed by {signal.Signals(-int(cause[2])).name}"
+        for rank in [int(cause[1])] if cause is not None else range(self.ranks):
             lines = [line for line in _text(log_path(self.directory, self.index, rank)).splitlines() if line.strip()]
-            if lines and re.match(r"[\w.]*(Error|Exception|Lost|Unavailable|Failed|Exit|Interrupt)\b", lines[-1]):
-                own[rank] = lines[-1].strip()
-        for rank, code in causes:
-            if int(code) < 0:
-                return f"rank {rank} was killed by {signal.Signals(-int(code)).name}"
-        if own:
-            rank = min(own)
-            return f"rank {rank}: {own[rank]}"
+            if lines:
+                # a traceback ends in "module.Error: message"; who reads the point wants the message
+                message = re.sub(r"^(commbench\.errors\.)?(PeerLost|PointFailed|CommbenchError): ", "", lines[-1].strip())
+                return message if message.startswith(f"rank {rank}: ") else f"rank {rank}: {message}"
         last = [line for line in torchrun.splitlines() if line.strip()]
         return last[-1].strip() if last else "the job ended without a word"
 

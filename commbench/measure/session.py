@@ -37,6 +37,7 @@ WARMUP_SHARE = 0.4  # of max_time_per_point, at most, goes into the first warm-u
 TIMER_SHARE = 0.05  # largest part of a latency that the timer may leave uncertain
 LARGEST_BATCH = 1000
 LARGEST_DELTA_NS = 500_000
+RECOVERY_S = 5.0  # for all ranks to leave a failed point
 INTERLEAVED = 8  # points whose visits alternate
 INTERLEAVED_BYTES = 512 << 20  # buffers that alternating points may hold per rank
 
@@ -227,7 +228,11 @@ class Meter:
             self._give_up(session, f"{type(error).__name__}: {error}".strip().splitlines()[0])
         session.elapsed_s += self._clock_s() - started
         if session.status == "failed":
-            team.recover(timeout_s=90.0)
+            try:
+                team.recover(RECOVERY_S)
+            except PeerLost as error:
+                # a rank is held in the collective: only a new launch gets past this point
+                raise PeerLost(f"{session.reason} ({error})", error.rank) from error
             session.calls_counted.clear()
         if session.status:
             session.buffers, session.calls = [], []

@@ -88,7 +88,8 @@ def check_writable(directory: Path) -> None:
         nearest = nearest.parent
     if not nearest.is_dir():
         raise StoreError(f"--out {directory} cannot be made: {nearest} is a file")
-    if not os.access(nearest, os.W_OK | os.X_OK):
+    # /proc lets root "write" and makes no folder all the same
+    if not os.access(nearest, os.W_OK | os.X_OK) or nearest.resolve().parts[:2] in (("/", "proc"), ("/", "sys")):
         raise StoreError(f"--out {directory} cannot be made: {nearest} is not writable")
 
 

@@ -16,7 +16,7 @@ import pytest
 from commbench.store.run import Run, open_run
 
 FAKE = {"duration_s": 2e-4}
-SMALL = ["--dtypes", "float32", "--max-time-per-point", "100ms"]
+SMALL = ["--dtypes", "float32", "--max-time-per-point", "300ms"]
 
 
 def sweep(process: Any, out: Path, *args: str, script: dict[str, Any] | None = None) -> tuple[int, str, str]:
@@ -133,7 +133,7 @@ def test_wrong_failing_and_good_points_are_told_apart_and_the_sweep_goes_on(proc
     assert rows["all_reduce"]["status"] == "wrong"
     assert "elements are wrong" in rows["all_reduce"]["reason"]
     assert rows["broadcast"]["status"] == "failed"
-    assert rows["broadcast"]["reason"] == "rank 1: scripted failure in broadcast on rank 1"
+    assert rows["broadcast"]["reason"].startswith("rank 1: scripted failure in broadcast on rank 1")
     assert rows["reduce_scatter"]["status"] == "wrong"
     assert "3 of 3 points are wrong, failed or timed out" in stderr
 
