@@ -54,9 +54,9 @@ class Aligned:
     """Two sides, series by series. ``points`` has a row per series; base and cand are (series, launches) log medians.
 
     Columns of points: what the point is (IDENTITY of the store), label, family, state (BOTH, MISSING, NEW, IDLE),
-    base_picked, cand_picked, pick_changed, base_median_s, cand_median_s, base_usable, cand_usable (launches),
-    base_unsteady, cand_unsteady, base_status, cand_status (the worst), base_reason, cand_reason, base_how,
-    cand_how (how iterations started and were timed).
+    base_picked, cand_picked, pick_changed, base_s, cand_s (geometric means of the launch medians, in seconds),
+    base_usable, cand_usable (launches), base_unsteady, cand_unsteady, base_status, cand_status (the worst),
+    base_reason, cand_reason, base_how, cand_how (how iterations started and were timed).
     """
 
     points: pd.DataFrame
@@ -196,7 +196,7 @@ def _side(frame: pd.DataFrame, key: str, keys: pd.Index) -> _Side:
             "rows": np.bincount(rows, minlength=len(keys)),
             "usable": np.isfinite(logs).sum(axis=1),
             "unsteady": np.bincount(rows[status == "unsteady"], minlength=len(keys)),
-            "median_s": np.exp(_row_medians(logs)),
+            "s": np.exp(_row_means(logs)),
             "status": [names[int(w)] for w in worst],
             "reason": reason,
             "picked": _joined(frame, key, "backend_picked", keys),
@@ -213,14 +213,6 @@ def _single(frame: pd.DataFrame, column: str, rows: NDArray[np.int64], usable: N
     values[rows[usable]] = frame[column].to_numpy(dtype=np.float64, na_value=np.nan)[usable]
     values[np.isfinite(logs).sum(axis=1) != 1] = np.nan
     return values
-
-
-def _row_medians(logs: Array) -> Array:
-    result = np.full(len(logs), np.nan)
-    some = np.isfinite(logs).any(axis=1)
-    if some.any():
-        result[some] = np.nanmedian(logs[some], axis=1)
-    return result
 
 
 def _joined(values: pd.DataFrame, key: str, column: str, keys: pd.Index) -> NDArray[np.object_]:
@@ -295,7 +287,7 @@ def compare_with_nights(nights: Nights, cand: pd.DataFrame) -> Comparison:
     count = np.isfinite(means).sum(axis=1)
     base_facts = {
         "rows": count, "usable": count, "unsteady": np.zeros(len(keys), dtype=np.int64),
-        "median_s": np.exp(_row_medians(means)), "status": np.where(count > 0, "ok", ""),
+        "s": np.exp(_row_means(means)), "status": np.where(count > 0, "ok", ""),
         "reason": np.full(len(keys), "", dtype=object), "picked": picked, "how": how,
         "low_s": np.full(len(keys), np.nan), "high_s": np.full(len(keys), np.nan),
     }  # fmt: skip

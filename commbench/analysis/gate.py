@@ -81,8 +81,8 @@ class SlowPoint:
     low: float
     high: float
     p: float
-    base_median_s: float
-    cand_median_s: float
+    base_s: float
+    cand_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ class Verdict:
     q: float = math.nan
     sign_flip_p: float = math.nan
     smallest_found: float = math.nan
-    base_median_s: float = math.nan
-    cand_median_s: float = math.nan
+    base_s: float = math.nan
+    cand_s: float = math.nan
     faster: bool = False
     picks_changed: tuple[str, ...] = ()
     slow_points: tuple[SlowPoint, ...] = ()
@@ -339,8 +339,8 @@ def _verdict(night: _Night, family: str, rows: pd.DataFrame) -> Verdict:
         p=p,
         sign_flip_p=sign_flip_p((cand - base)[0], rule.log_margin) if shown.in_pairs else math.nan,
         smallest_found=reach,
-        base_median_s=_geometric_mean(both["base_median_s"]),
-        cand_median_s=_geometric_mean(both["cand_median_s"]),
+        base_s=_geometric_mean(both["base_s"]),
+        cand_s=_geometric_mean(both["cand_s"]),
         faster=faster,
         picks_changed=picks,
         slow_points=slow,
@@ -393,7 +393,7 @@ def _slow_points(night: _Night, family: str) -> tuple[SlowPoint, ...]:
     if not len(rows):
         return ()
     rows = rows[np.exp(_robust_rows(deciding, rows)) >= 1 + night.rule.margin]
-    names = ("ratio", "ratio_low", "ratio_high", "base_median_s", "cand_median_s")
+    names = ("ratio", "ratio_low", "ratio_high", "base_s", "cand_s")
     labels = deciding.points["label"].to_numpy(dtype=object)
     ratio, low, high, base_s, cand_s = (deciding.points[n].to_numpy(dtype=np.float64) for n in names)
     found = [

@@ -35,22 +35,22 @@ def interval(ratio: float, low: float, high: float) -> str:
 
 
 def sorted_points(comparison: Comparison) -> pd.DataFrame:
-    """All points, worst first: changed picks and missing points, then by the low end of the ratio's interval."""
+    """All points, worst first: changed picks, missing points, those whose whole interval is slower, the others."""
     points = comparison.points
-    rank = points["state"].map({MISSING: 0, NEW: 1, BOTH: 2}).fillna(3)
-    rank = rank.where(~points["pick_changed"], -1)
-    return points.assign(_rank=rank, _low=points["ratio_low"].fillna(points["ratio"])).sort_values(
-        ["_rank", "_low", "label"], ascending=[True, False, True], kind="stable"
-    ).drop(columns=["_rank", "_low"])  # fmt: skip
+    rank = points["state"].map({MISSING: 0, NEW: 1, BOTH: 3}).fillna(4)
+    rank = rank.where(~(points["ratio_low"] > 1), 2).where(~points["pick_changed"], -1)
+    return points.assign(_rank=rank).sort_values(
+        ["_rank", "ratio", "label"], ascending=[True, False, True], kind="stable"
+    ).drop(columns="_rank")  # fmt: skip
 
 
 def sorted_families(comparison: Comparison) -> pd.DataFrame:
-    """Families that have something to compare or lack something, slowest first."""
+    """Families that have something to compare or lack something: surely slower ones, then by ratio."""
     families = comparison.families
     families = families[(families["compared"] > 0) | (families["missing"] > 0) | (families["new"] > 0)]
-    return families.assign(_low=families["ratio_low"].fillna(families["ratio"])).sort_values(
-        ["_low", "family"], ascending=[False, True], na_position="first", kind="stable"
-    ).drop(columns="_low")  # fmt: skip
+    return families.assign(_slow=families["ratio_low"] > 1).sort_values(
+        ["_slow", "ratio", "family"], ascending=[False, False, True], kind="stable"
+    ).drop(columns="_slow")  # fmt: skip
 
 
 def print_comparison(
@@ -173,8 +173,8 @@ def comparison_dict(
 ) -> dict[str, Any]:
     """The comparison for JSON; numbers that are not known are None."""
     columns = [
-        "point_id", "label", "family", "state", "base_picked", "cand_picked", "pick_changed", "base_median_s",
-        "cand_median_s", "base_usable", "cand_usable", "base_status", "cand_status", "ratio", "ratio_low", "ratio_high",
+        "point_id", "label", "family", "state", "base_picked", "cand_picked", "pick_changed", "base_s",
+        "cand_s", "base_usable", "cand_usable", "base_status", "cand_status", "ratio", "ratio_low", "ratio_high",
         "interval_from",
     ]  # fmt: skip
     return {
