@@ -312,11 +312,15 @@ def _default_reason(row: Mapping[str, Any]) -> str:
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows as plain values; None where there is none (a point whose ranks died has little but its name)."""
-    plain = frame.astype(object)
-    rows: list[dict[str, Any]] = [
-        {str(name): value for name, value in row.items()} for row in plain.where(frame.notna(), None).to_dict("records")
-    ]
-    return rows
+    names = [str(name) for name in frame.columns]
+    columns = [_values(frame[name]) for name in names]
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _values(column: pd.Series) -> list[Any]:
+    missing = column.isna().to_numpy()
+    values = column.to_numpy(dtype=object)
+    return [None if m else v for m, v in zip(missing, values, strict=True)]
 
 
 def number(value: float | None) -> float:
