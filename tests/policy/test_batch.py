@@ -51,6 +51,18 @@ def test_missing_columns_take_the_engines_defaults(tmp_path: Path) -> None:
     assert rows[0]["picked"] == "ca"
 
 
+@pytest.mark.parametrize(("columns", "cells", "picked"), [
+    ("layout,contiguous", "strided,1", "ca"),
+    ("layout,contiguous", "strided,0", "inplace"),
+    ("contiguous", "0", "inplace"),
+    ("layout", "dense_t", "ca"),
+])  # fmt: skip
+def test_a_tensor_that_is_contiguous_counts_as_such_whatever_its_strides(
+    tmp_path: Path, columns: str, cells: str, picked: str
+) -> None:
+    assert ask(tmp_path, f"{HEADER},{columns}\n{ROW},{cells}\n")[0]["picked"] == picked
+
+
 def test_an_exception_of_the_engine_is_its_pick(tmp_path: Path) -> None:
     rows = ask(tmp_path, f"{HEADER}\ncuda,9,4,pymscclpp,graph,bfloat16,1024\n")
     assert rows[0]["picked"] == "raise AttributeError"
