@@ -57,8 +57,8 @@ def test_intervals_are_short_and_never_absurd(low: float, high: float, text: str
 
 @pytest.mark.parametrize(
     ("rate", "text"),
-    [(math.nan, "–"), (0.0, "0"), (123.4, "123"), (12.34, "12.3"), (1.234, "1.23"), (0.1234, "0.123"), (0.00213, "0.0021"),
-     (0.0001, "1e-4")],
+    [(math.nan, "–"), (0.0, "0"), (123.4, "123"), (12.34, "12.3"), (1.234, "1.23"), (0.1234, "0.123"),
+     (0.00213, "0.0021"), (0.0001, "1e-4")],
 )  # fmt: skip
 def test_rates_have_three_digits_at_most(rate: float, text: str) -> None:
     assert short_rate(rate) == text

@@ -104,8 +104,8 @@ def test_problems_and_their_reasons_come_before_all_figures(build_run: Build) ->
     path = build_run(points, problems=problems, unmeasured=unmeasured, outcome="interrupted", cores=2)
     text = Page(write_report([path])).text
     first = text[: text.index("All points")]
-    for expected in ("all_reduce float32 [auto] 64 B", "3 elements differ", "rank 5 died", "oversubscribed", "interrupted",
-                     "all_reduce float32 [auto] 512 B"):  # fmt: skip
+    for expected in ("all_reduce float32 [auto] 64 B", "3 elements differ", "rank 5 died", "oversubscribed",
+                     "interrupted", "all_reduce float32 [auto] 512 B"):  # fmt: skip
         assert expected in first
 
 
@@ -164,7 +164,8 @@ def test_the_environment_and_the_command_are_on_the_page(build_run: Build) -> No
 def test_nested_values_become_paths_and_sizes_readable() -> None:
     document = {"cpus": [0, 1, 2, 3], "gpus": [{"name": "A"}, {"name": "B"}], "none": None, "total_bytes": 3 << 30}
     assert list(flatten(document)) == [
-        ("cpus", "0–3"), ("gpus › 0 › name", "A"), ("gpus › 1 › name", "B"), ("total_bytes", "3221225472 (about 3 GiB)"),
+        ("cpus", "0–3"), ("gpus › 0 › name", "A"), ("gpus › 1 › name", "B"),
+        ("total_bytes", "3221225472 (about 3 GiB)"),
     ]  # fmt: skip
 
 

@@ -90,15 +90,21 @@ def test_skipped_points_leave_a_run_good(build_run: Build) -> None:
 def test_points_that_were_never_reached_are_counted_and_named(build_run: Build) -> None:
     points = grid(sizes=[8, 64, 512])
     found = summary_of(build_run(points, unmeasured={points[2].point_id}, outcome="interrupted"))
-    assert found.verdict == "2 points: all ok; 1 of 3 planned not measured (interrupted)"
+    assert found.verdict == "2 points: all ok; 1 of 3 planned not measured; the run was interrupted"
     assert found.unmeasured == ("all_reduce float32 512 B [auto]",)
     assert found.level == "bad"
+
+
+def test_a_run_that_ended_early_is_never_good_even_if_each_point_has_a_result(build_run: Build) -> None:
+    found = summary_of(build_run(grid(sizes=[8]), launches=2, outcome="interrupted"))
+    assert found.verdict == "1 point: ok; the run was interrupted"
+    assert found.level == "note"
 
 
 def test_a_run_without_any_point_is_told_as_such(build_run: Build) -> None:
     points = grid(sizes=[8])
     found = summary_of(build_run(points, unmeasured={points[0].point_id}, finished=False))
-    assert found.verdict == "no point was measured; 1 of 1 planned not measured (running)"
+    assert found.verdict == "no point was measured; 1 of 1 planned not measured; the run is not over"
     assert (found.ranks, found.problems) == ([2], [])
 
 
