@@ -8,6 +8,7 @@ the results is read from these counters, never from what a policy predicted.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -144,6 +145,13 @@ class Backend(ABC):
     def barrier(self) -> None:
         """Returns on no rank before every rank has called it."""
         raise self._missing("barrier")
+
+    def capture(self) -> AbstractContextManager[None]:
+        """Entered around the capture of a graph and left after it, also when the capture fails.
+
+        Here a backend turns on what it does in graphs only, and registers buffers when the capture is over.
+        """
+        return nullcontext()
 
     def close(self) -> None:  # noqa: B027 - optional: a backend without resources has nothing to release
         """Release what it holds; called once, by every rank of a living group."""

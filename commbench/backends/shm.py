@@ -198,7 +198,7 @@ def _cpu_quota() -> float:
 def chunk_bytes(world_size: int) -> int:
     """Bytes of one rank's chunk: small enough that the chunks in flight stay in a core's L2 cache, large enough that
     each part of a chunk is worth an event."""
-    return max((64 << 10) // world_size, 4096) // 64 * 64 * world_size
+    return ((256 << 10) if world_size <= 16 else (128 << 10)) // world_size // 64 * 64 * world_size
 
 
 class _Communicator:

@@ -45,6 +45,8 @@ class TorchDistBackend(Backend):
             "gather",
             "scatter",
             "send_recv",
+            "send",
+            "recv",
             "barrier",
             "all_gatherv",
             "reduce_scatterv",

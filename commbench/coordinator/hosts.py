@@ -1,4 +1,4 @@
-"""Proof that all ranks of a group share one host: by shared memory, not by counts or names."""
+"""Proof that ranks share one host: by shared memory, not by counts or names."""
 
 from __future__ import annotations
 
@@ -10,33 +10,65 @@ from typing import Any
 
 import torch.distributed as dist
 
+from commbench.errors import CollectiveError
+
+
+def shared_memory_folder() -> Path:
+    """Where files live in memory; the temporary folder where the system has no such place."""
+    folder = Path("/dev/shm")
+    return folder if os.access(folder, os.W_OK) else Path(tempfile.gettempdir())
+
 
 def prove_one_host(cpu_group: Any) -> bool:
-    """Whether every rank can read what rank 0 has written into its shared memory. Collective; the same on all ranks.
+    """Whether every rank can read what rank 0 has written into its shared memory. Collective; the same on all ranks."""
+    return all(in_the_same_node_as(cpu_group))
 
-    Hosts (or containers) with shared memory of their own see another file system, so the secret is not there.
+
+def in_the_same_node_as(process_group: Any, source_rank: int = 0) -> list[bool]:
+    """For each rank of the group, whether it shares memory with rank source_rank of the group. Collective.
+
+    That rank writes a secret; hosts (or containers) with shared memory of their own see another file system, where it
+    is not. Raises CollectiveError for a source that is no rank of the group, and for an NCCL group (objects go over
+    the CPU).
     """
-    rank, size = dist.get_rank(cpu_group), dist.get_world_size(cpu_group)
-    folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    if not 0 <= source_rank < size:
+        raise CollectiveError(f"in_the_same_node_as: source_rank={source_rank} is no rank of a group of {size}")
+    if dist.get_backend(process_group) == "nccl":
+        raise CollectiveError("in_the_same_node_as: the group is nccl; give the CPU (gloo) group")
     secret = secrets.token_hex(16)
-    path = folder / f"commbench-{secrets.token_hex(16)}"
-    told: list[Any] = [None] * size
-    written = False
-    if rank == 0:
+    path = shared_memory_folder() / f"commbench-{secrets.token_hex(16)}"
+    proof: list[Any] = [None]
+    if rank == source_rank:
         try:
             with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as stream:
                 stream.write(secret)
-            written = True
-        except OSError:
+            proof = [(str(path), secret, boot_id())]
+        except OSError:  # no room: then nothing can be proven
             path.unlink(missing_ok=True)
-    dist.all_gather_object(told, (str(path), secret, written), group=cpu_group)
-    path_of_first, secret_of_first, written = told[0]
     try:
-        seen = written and Path(path_of_first).read_text() == secret_of_first
+        dist.broadcast_object_list(proof, src=dist.get_global_rank(process_group, source_rank), group=process_group)
+        answers: list[Any] = [None] * size
+        dist.all_gather_object(answers, _sees(proof[0]), group=process_group)
+    finally:
+        if rank == source_rank:
+            path.unlink(missing_ok=True)
+    return answers
+
+
+def boot_id() -> str:
+    """The running kernel's own id; a shared network folder has the secret too, but not this."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        seen = False
-    answers: list[Any] = [None] * size
-    dist.all_gather_object(answers, seen, group=cpu_group)
-    if rank == 0:
-        path.unlink(missing_ok=True)
-    return all(answers)
+        return ""
+
+
+def _sees(proof: tuple[str, str, str] | None) -> bool:
+    if proof is None:
+        return False
+    path, secret, boot = proof
+    try:
+        return Path(path).read_text() == secret and boot == boot_id()
+    except OSError:
+        return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,11 +36,12 @@ def backends_of(policy: Policy, device: str) -> list[str]:
     return list(names)
 
 
-def set_up_backends(group: Group, names: Sequence[str]) -> BackendSet:
+def set_up_backends(group: Group, names: Sequence[str], switched_off: Mapping[str, str]) -> BackendSet:
     """Set up each named backend on every rank of the group, or on none.
 
     A backend is used only if every rank could set it up; otherwise it is off on all ranks with the first
-    failing rank's reason. Collective: every rank calls it with the same names.
+    failing rank's reason. switched_off: backend → why it is not to be set up. Collective: every rank calls it with
+    the same names.
     """
     result = BackendSet()
     for name in names:
@@ -48,6 +49,9 @@ def set_up_backends(group: Group, names: Sequence[str]) -> BackendSet:
             continue
         if name not in BACKENDS:  # a policy may know backends of its engine that commbench does not drive
             result.usable[name] = "commbench has no such backend"
+            continue
+        if name in switched_off:
+            result.usable[name] = switched_off[name]
             continue
         backend_class = load_backend(name)
         availability = backend_class.availability(group.device.type)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from commbench.backends.base import Group
 from commbench.coordinator.hosts import prove_one_host
+from commbench.errors import UsageError
 from commbench.types import Platform
 
 
@@ -49,3 +52,36 @@ def _cpu_flags() -> frozenset[str]:
         if line.startswith(("flags", "Features")):
             return frozenset(line.partition(":")[2].split())
     return frozenset()
+
+
+def new_group(
+    group_ranks: Sequence[Sequence[int]],
+    name: str,
+    device: torch.device,
+    backend: str,
+    timeout: datetime.timedelta | None,
+) -> Group:
+    """The one of these groups that this process is in. Collective over the world: every rank passes the same lists.
+
+    Each group gets a gloo process group and, unless backend is gloo, one of ``backend`` for its device. Raises
+    UsageError unless every group lists different ranks and this process is in exactly one.
+    """
+    rank = dist.get_rank()
+    listed = [r for ranks in group_ranks for r in ranks]
+    if len(set(listed)) != len(listed):
+        raise UsageError(f"groups {[list(r) for r in group_ranks]} ({name}): a rank is listed twice")
+    if any(not 0 <= r < dist.get_world_size() for r in listed):
+        raise UsageError(
+            f"groups {[list(r) for r in group_ranks]} ({name}): the world has {dist.get_world_size()} ranks"
+        )
+    if rank not in listed:
+        raise UsageError(f"groups {[list(r) for r in group_ranks]} ({name}): rank {rank} is in none of them")
+    mine: tuple[tuple[int, ...], Any, Any] | None = None
+    for ranks in group_ranks:
+        cpu_group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+        device_group = cpu_group if backend == "gloo" else dist.new_group(list(ranks), backend=backend, timeout=timeout)
+        if rank in ranks:
+            mine = tuple(ranks), cpu_group, device_group
+    assert mine is not None
+    ranks, cpu_group, device_group = mine
+    return Group(name, ranks, ranks.index(rank), device, cpu_group, device_group, prove_one_host(cpu_group))

@@ -31,10 +31,20 @@ _PR_SET_PDEATHSIG = 1
 Event = Mapping[str, Any]
 
 
-def launch_command(directory: Path, launch: int, ranks: int) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What the ranks run: a Python, variables on top of the user's environment (None takes one away), and whether that
+    Python has a commbench of its own to use in place of this one."""
+
+    python: str = sys.executable
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+    own_commbench: bool = False
+
+
+def launch_command(directory: Path, launch: int, ranks: int, python: str = sys.executable) -> list[str]:
     """The torchrun job of one launch. Its rendezvous listens on this host only, at a port of its own."""
     return [
-        sys.executable,
+        python,
         "-m",
         "torch.distributed.run",
         "--nnodes=1",
@@ -53,10 +63,13 @@ def printable(command: list[str]) -> str:
     return shlex.join(command)
 
 
-def _environment() -> dict[str, str]:
-    """The user's environment; where they set nothing, one thread per rank as torchrun itself would choose."""
-    environment = dict(os.environ)
+def environment_of(program: Program) -> dict[str, str]:
+    """The ranks' environment; where the user set nothing, one thread per rank as torchrun itself would choose."""
+    changed = {**os.environ, **program.variables}
+    environment = {name: value for name, value in changed.items() if value is not None}
     environment.setdefault("OMP_NUM_THREADS", "1")
+    if program.own_commbench:
+        return environment
     # ranks must find the commbench that started them, also when it was not installed
     root = str(Path(__file__).resolve().parents[2])
     paths = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
@@ -92,14 +105,16 @@ class Launch:
     directory: Path
     index: int
     ranks: int
+    program: Program = field(default_factory=Program)
     ready: dict[str, Any] = field(default_factory=dict)
     visiting: dict[str, Any] = field(default_factory=dict)
+    canaries: dict[str, dict[str, float]] = field(default_factory=dict)  # start, end → canary → seconds
     finished: int = 0
     done: bool = False
 
     def run(self, on_event: Callable[[Event], None]) -> int:
         """Run the job to its end and give its exit status. On any exception no process of it is left."""
-        command = launch_command(self.directory, self.index, self.ranks)
+        command = launch_command(self.directory, self.index, self.ranks, self.program.python)
         log = self.directory / schema.LOGS_DIR / f"launch-{self.index}.torchrun.log"
         tail = _Tail(self.directory / PROGRESS)
         for _ in tail.read():  # earlier launches' lines
@@ -116,7 +131,7 @@ class Launch:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=_environment(),
+                env=environment_of(self.program),
                 start_new_session=True,  # Ctrl-C reaches the command that watches, which then ends the job
                 preexec_fn=tied_to_parent,
             )
@@ -138,6 +153,9 @@ class Launch:
                 self.ready = {k: v for k, v in event.items() if k not in ("event", "launch")}
             case "visit":
                 self.visiting = dict(event)
+            case "canaries":
+                names = set(event) - {"event", "launch", "time_s", "when"}
+                self.canaries[event["when"]] = {name: event[name] for name in sorted(names)}
             case "point":
                 self.finished += 1
             case "done":
@@ -176,7 +194,9 @@ def _end(job: subprocess.Popen[bytes]) -> None:
         job.wait()
 
 
-def run_launch(directory: Path, index: int, ranks: int, on_event: Callable[[Event], None]) -> dict[str, Any]:
+def run_launch(
+    directory: Path, index: int, ranks: int, on_event: Callable[[Event], None], program: Program | None = None
+) -> dict[str, Any]:
     """Measure all points of the plan in one launch, starting again past a point that kills the job.
 
     Such a point is recorded as failed with the reason. Gives the launch's record for the manifest. Raises LaunchError
@@ -186,18 +206,20 @@ def run_launch(directory: Path, index: int, ranks: int, on_event: Callable[[Even
 
     started = time.time()
     plan = Plan.load(directory)
+    program = program or Program()
     deaths = 0
     record: dict[str, Any] = {
         "launch": index,
-        "command": printable(launch_command(directory, index, ranks)),
+        "command": printable(launch_command(directory, index, ranks, program.python)),
         "started_s": started,
         "deaths": [],
     }
     try:
         while True:
-            launch = Launch(directory, index, ranks)
+            launch = Launch(directory, index, ranks, program)
             code = launch.run(on_event)
             record.update({k: v for k, v in launch.ready.items() if k != "time_s"}, exit_code=code)
+            record["canaries"] = {**record.get("canaries", {}), **launch.canaries}
             if launch.ready:
                 record.setdefault("startup_s", launch.ready["time_s"] - started)
             if code == 0 and launch.done:

@@ -21,6 +21,7 @@ from commbench.coordinator.group import GroupCoordinator
 from commbench.coordinator.world import local_platform, world_group
 from commbench.harness.launch import PROGRESS
 from commbench.harness.order import shuffled
+from commbench.measure import canary
 from commbench.measure.session import Meter
 from commbench.measure.settings import Settings
 from commbench.measure.team import Team
@@ -118,13 +119,18 @@ def main(directory: Path, launch: int) -> None:
             cores=cores,
             last_level_cache_bytes=last_level_cache_bytes(),
         )
+    canaries = canary.take(team)
+    if rank == 0:
+        teller.tell("canaries", when="start", **canaries)
     run_id = directory.name
     for row in meter.measure(points):
         if rank == 0:
             values = {"run_id": run_id, "launch": launch, **row["values"]}
             log.append(row_of(row["point"], values))
             teller.tell("point", order=values["order"], status=values["status"])
+    canaries = canary.take(team)
     if rank == 0:
+        teller.tell("canaries", when="end", **canaries)
         teller.tell("done")
     team.barrier()
     coordinator.destroy()

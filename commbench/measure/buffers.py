@@ -79,9 +79,9 @@ class Buffers:
             case "all_reduce":
                 return partial(coordinator.all_reduce, x, point.op, y)
             case "all_gather":
-                return partial(coordinator.all_gather, x, y)
+                return partial(coordinator.all_gather_into_tensor, y, x)
             case "reduce_scatter":
-                return partial(coordinator.reduce_scatter, x, y, point.op)
+                return partial(coordinator.reduce_scatter_tensor, y, x, point.op)
             case "broadcast":
                 return partial(coordinator.broadcast, x, ROOT)
             case "all_to_all":
@@ -89,7 +89,7 @@ class Buffers:
             case "reduce":
                 return partial(coordinator.reduce, x, ROOT, point.op, y)
             case "gather":
-                return partial(coordinator.gather, x, y, ROOT)
+                return partial(coordinator.gather_into_tensor, y, x, ROOT)
             case "scatter":
                 return partial(coordinator.scatter, x, y, ROOT)
             case "send_recv":

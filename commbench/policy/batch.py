@@ -150,7 +150,10 @@ class RowReader:
         layout = _LAYOUTS.get(self._cell(row, "layout"))
         if layout is None:
             raise UsageError(f"{where}: {unknown('layout', row['layout'], _LAYOUTS)}")
-        if "layout" not in self.columns and row.get("contiguous") == "0":
+        dense = row.get("contiguous")
+        if dense == "1" or (dense is None and size // DTYPES[dtype].itemsize <= 1):
+            layout = "contiguous"  # a single element is, whatever its strides
+        elif dense == "0" and layout == "contiguous":
             layout = "strided"
         mode = self._cell(row, "mode")
         if mode not in _MODES:

@@ -307,6 +307,20 @@ class Bound:
                 found.setdefault((route.name, limit, edge.value), threshold)
         return tuple(sorted(found.values(), key=lambda t: (t.size_bytes, t.route, t.strictness)))
 
+    def kernel(self, backend: str, size_bytes: int) -> str:
+        """The backend that, asked for by name, runs the kernel that ``backend`` runs for a tensor of that size: itself,
+        unless its route has splits that name the backends on either side."""
+        for route in self.order:
+            if route.backend != backend:
+                continue
+            for split in route.splits:
+                at = self._resolver.resolve(split.at)
+                if isinstance(at, int):
+                    low = size_bytes < at if split.edge in (Edge.BELOW, Edge.AT_LEAST) else size_bytes <= at
+                    backend = (split.below if low else split.above) or backend
+            break
+        return backend
+
     # -- inside -------------------------------------------------------------------------------
 
     def _conditions(self, route: str) -> tuple[BoundCondition, ...]:

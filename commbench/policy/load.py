@@ -335,11 +335,17 @@ class _Reader:
         )
 
     def split(self, where: str, entry: Any) -> Split:
-        self.fields(where, entry, "at edge what")
+        self.fields(where, entry, "at edge what below above")
         edge = self.text(where, entry, "edge", "<=")
         if edge not in [e.value for e in Edge]:
             raise self.fail(where, f"edge {edge!r} is not one of {', '.join(e.value for e in Edge)}")
-        return Split(self.argument(where, Size, entry.get("at")), Edge(edge), self.text(where, entry, "what", None))
+        return Split(
+            self.argument(where, Size, entry.get("at")),
+            Edge(edge),
+            self.text(where, entry, "what", None),
+            self.text(where, entry, "below"),
+            self.text(where, entry, "above"),
+        )
 
     def conditions(self, where: str, entries: Any, per_call: bool) -> tuple[Condition, ...]:
         if not isinstance(entries, list):

@@ -142,11 +142,15 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A size inside one route where its kernel changes: it moves no pick but is worth probing."""
+    """A size inside one route where its kernel changes: it moves no pick but is worth probing.
+
+    below, above: the backends that run the same kernel as the route does on either side, "" where there are none."""
 
     at: Any
     edge: Edge
     what: str
+    below: str = ""
+    above: str = ""
 
 
 @dataclass(frozen=True, slots=True)

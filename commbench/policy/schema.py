@@ -74,7 +74,14 @@ def build() -> dict[str, Any]:
     """The schema."""
     order = {device: {**_WORDS, "description": "Routes, first asked first."} for device in ("gpu", *DEVICES)}
     split = _object(
-        {"at": {"anyOf": [SIZE, REFERENCE]}, "edge": {"enum": [e.value for e in Edge]}, "what": _TEXT}, ("at", "what")
+        {
+            "at": {"anyOf": [SIZE, REFERENCE]},
+            "edge": {"enum": [e.value for e in Edge]},
+            "what": _TEXT,
+            "below": {**_TEXT, "description": "The backend that, forced, runs the kernel of the smaller sizes."},
+            "above": {**_TEXT, "description": "The same for the larger sizes."},
+        },
+        ("at", "what"),
     )
     route = _object(
         {

@@ -300,7 +300,13 @@ def _launch_medians(summary: Summary) -> dict[str, list[str]]:
 
 def _more(row: Mapping[str, Any], medians: list[str]) -> dict[str, Any]:
     """What a row tells on demand: the decision with its reasons, and how the point was measured."""
-    decision = decision_of(row)
+    found = decision_of(row)
+    declined = found.get("declined") if found else None
+    decision = found and {
+        "picked": found.get("picked", ""),
+        "reason": found.get("reason", ""),
+        "declined": [d for d in declined if isinstance(d, dict)] if isinstance(declined, list) else [],
+    }
     facts: list[tuple[str, str]] = []
     if row["reason"]:
         facts.append((f"why {row['status']}", row["reason"]))

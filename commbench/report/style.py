@@ -150,5 +150,5 @@ def _even_ticks(low: float, high: float) -> list[float]:
     raw = (high - low) / 4 or low
     scale = 10.0 ** math.floor(math.log10(raw))
     step = next((f * scale for f in (1, 2, 2.5, 5) if f * scale >= raw), 10 * scale)
-    first = math.ceil(low / step * 0.999)
-    return [i * step for i in range(first, math.floor(high / step * 1.001) + 1) if i > 0] or [low]
+    first, last = math.ceil(low / step - 0.001), math.floor(high / step + 0.001)
+    return [i * step for i in range(first, last + 1) if i > 0] or [low]

@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 
 _SIZE = re.compile(r" [0-9.]+ (?:B|KiB|MiB|GiB)(?= )")
 
+# How a run ended or stands, where that is not as it should be.
+_ENDINGS = {
+    "running": "; the run is not over",
+    "interrupted": "; the run was interrupted",
+    "failed": "; the run could not go on",
+}
+
 # What a point is, apart from collective, dtype, size, policy and backend: named only where it varies.
 VARIANTS: tuple[str, ...] = ("op", "layout", "mode", "cache", "placement", "world_size", "group", "sync")
 
@@ -213,7 +220,7 @@ class Summary:
 
     @property
     def verdict(self) -> str:
-        """One line: ``96 points: all ok``, ``96 points: 93 ok, 2 wrong, 1 timeout; 4 not measured (interrupted)``."""
+        """One line: ``96 points: all ok``, ``24 points: 23 ok, 1 wrong; 4 of 28 planned not measured``, and how it ended."""
         total = len(self.points)
         noun = "point" if total == 1 else "points"
         if not total:
@@ -223,8 +230,8 @@ class Summary:
         else:
             text = f"{total} {noun}: " + ", ".join(f"{n} {status}" for status, n in self.counts.items())
         if self.unmeasured:
-            text += f"; {len(self.unmeasured)} of {self.planned} planned not measured ({self.outcome})"
-        return text
+            text += f"; {len(self.unmeasured)} of {self.planned} planned not measured"
+        return text + _ENDINGS.get(self.outcome, "")
 
     @property
     def level(self) -> str:
@@ -236,8 +243,9 @@ class Summary:
 
     @property
     def good(self) -> bool:
-        """Whether nothing needs a look: every planned point has a result and is ok or skipped."""
-        return bool(len(self.points)) and not self.unmeasured and set(self.counts) <= {"ok", "skipped"}
+        """Whether nothing needs a look: the run ended as it should, every planned point has a result, ok or skipped."""
+        measured = bool(len(self.points)) and not self.unmeasured and self.outcome not in _ENDINGS
+        return measured and set(self.counts) <= {"ok", "skipped"}
 
 
 def noise_marks(text: Any) -> list[str]:
@@ -312,11 +320,15 @@ def _default_reason(row: Mapping[str, Any]) -> str:
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows as plain values; None where there is none (a point whose ranks died has little but its name)."""
-    plain = frame.astype(object)
-    rows: list[dict[str, Any]] = [
-        {str(name): value for name, value in row.items()} for row in plain.where(frame.notna(), None).to_dict("records")
-    ]
-    return rows
+    names = [str(name) for name in frame.columns]
+    columns = [_values(frame[name]) for name in names]
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _values(column: pd.Series) -> list[Any]:
+    missing = column.isna().to_numpy()
+    values = column.to_numpy(dtype=object)
+    return [None if m else v for m, v in zip(missing, values, strict=True)]
 
 
 def number(value: float | None) -> float:

@@ -136,7 +136,9 @@ def _print_problems(summary: Summary, console: Console) -> None:
     for line in summary.damaged:
         console.print(Text.assemble(("damaged", "bold red"), f" {line}"))
     if summary.noisy:
-        console.print(f"{summary.noisy} points were measured in noise; the report says what disturbed each.")
+        who = "1 point was" if summary.noisy == 1 else f"{summary.noisy} points were"
+        console.print(f"{who} measured in noise; the report says what disturbed each.")
     if summary.imprecise:
-        console.print(f"{summary.imprecise} points did not reach the interval asked for in the time given.")
+        who = "1 point" if summary.imprecise == 1 else f"{summary.imprecise} points"
+        console.print(f"{who} did not reach the interval asked for in the time given.")
     console.print(Text(summary.verdict, style=_LEVELS[summary.level]))

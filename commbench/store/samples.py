@@ -9,6 +9,7 @@ by a crash is dropped when the log is read; all before it is kept.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,11 @@ class SampleLog:
     """Appends blocks of samples; rank 0 of a launch holds one."""
 
     def __init__(self, directory: Path, launch: int) -> None:
-        self._stream = (directory / schema.SAMPLES_DIR / f"launch-{launch}.bin").open("ab")
+        path = directory / schema.SAMPLES_DIR / f"launch-{launch}.bin"
+        # What a killed writer left unfinished would make all that follows unreadable.
+        if path.exists():
+            os.truncate(path, _whole_length(path))
+        self._stream = path.open("ab")
 
     def append(
         self,
@@ -66,6 +71,24 @@ def _blocks(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
             if len(body) < wanted:
                 return
             yield header, body
+
+
+def _whole_length(path: Path) -> int:
+    """Bytes of a log up to the end of its last whole record."""
+    end = 0
+    with path.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(0)
+        while line := stream.readline():
+            try:
+                header = json.loads(line)
+            except ValueError:
+                break
+            here = stream.seek(header["ranks"] * header["iterations"] * _BYTES_PER_ITERATION, os.SEEK_CUR)
+            if here > size:
+                break
+            end = here
+    return end
 
 
 def _columns(header: dict[str, Any], body: bytes, launch: int) -> dict[str, Any]:

@@ -10,6 +10,10 @@ namespace commbench {
 namespace {
 
 constexpr size_t line_bytes = 64;
+constexpr size_t put_min = 8 << 10;       // smaller puts are not worth choosing for
+constexpr size_t scratch_bytes = 8 << 10;
+// Streaming puts must be cheaper than this part of plain ones: their data must then be read from memory.
+constexpr double streaming_gain = 0.6;
 constexpr size_t registered_min = 32 << 10;  // below, the copies cost less than the extra event
 
 enum Collective : uint32_t {
@@ -26,6 +30,14 @@ unsigned char* bytes_of(void* p) { return static_cast<unsigned char*>(p); }
 // memcpy wants valid pointers even for no bytes.
 void copy(void* dst, const void* src, size_t bytes) {
   if (bytes && dst != src) std::memcpy(dst, src, bytes);
+}
+
+size_t last_level_cache() {
+  long bytes = 0;
+#ifdef _SC_LEVEL3_CACHE_SIZE
+  bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
+#endif
+  return bytes > 0 ? size_t(bytes) : size_t(32) << 20;
 }
 
 std::string rank_name(int r) { return "rank " + std::to_string(r); }
@@ -52,7 +64,9 @@ Comm::Comm(void* base, const Config& c, Liveness* liveness)
       timeout_ns_(c.timeout_ns),
       spins_(c.oversubscribed ? 20 : 2000),
       liveness_(liveness),
+      stream_min_(last_level_cache() / (2 * size_t(c.n_ranks > 0 ? c.n_ranks : 1))),
       k_(kernels()) {
+  scratch_.resize(scratch_bytes);
   if (n_ < 1 || n_ > max_ranks) throw Error(Failure::usage, -1, "a group of " + std::to_string(n_) + " ranks; 1 to 64 work");
   if (rank_ < 0 || rank_ >= n_) throw Error(Failure::usage, -1, rank_name(rank_) + " of " + std::to_string(n_));
   if (chunk_ == 0 || chunk_ % (line_bytes * size_t(n_))) {
@@ -206,6 +220,53 @@ void Comm::check_signature(const Signature& mine) {
                                          " calls " + text(theirs));
 }
 
+// ---- puts ----------------------------------------------------------------------------------------------------
+
+void StoreChooser::took(double cost) {
+  ++n_;
+  const bool counts = !probing_ || n_ > probe / 2;  // the first puts of a probe find the lines as the other way left them
+  if (counts) best_ = best_ == 0 ? cost : std::min(best_, cost);
+  if (probing_) {
+    if (n_ < probe) return;
+    cost_[past_] = best_;
+    const bool better = cost_[1] < streaming_gain * cost_[0];
+    length_ = better == past_ ? 64 : std::min(length_ * 2, 1024);  // longer while the answer stays the same
+    past_ = better;
+    probing_ = false;
+    n_ = 0;
+    best_ = 0;
+  } else if (n_ % window == 0) {
+    const bool worse = cost_[past_] > 0 && best_ > 1.5 * cost_[past_];
+    cost_[past_] = best_;
+    best_ = 0;
+    if (n_ < length_ && !worse) return;
+    past_ = !past_;
+    probing_ = true;
+    n_ = 0;
+  }
+}
+
+StoreChooser& Comm::chooser(size_t bytes) {
+  size_t k = 0;
+  while (k + 1 < choosers_.size() && bytes >= (put_min << (k + 1))) ++k;
+  return choosers_[k];
+}
+
+void Comm::fill(void* to, const void* from, size_t bytes) {
+  if (bytes < put_min) {
+    copy(to, from, bytes);
+    return;
+  }
+  StoreChooser& c = chooser(bytes);
+  const int64_t start = now_ns();
+  if (c.past_caches()) {
+    k_.stream(to, from, bytes);
+  } else {
+    copy(to, from, bytes);
+  }
+  c.took(double(now_ns() - start) / double(bytes));
+}
+
 // ---- all_reduce, reduce --------------------------------------------------------------------------------------
 
 uint64_t Comm::publish_inline(const void* data, size_t bytes) {
@@ -272,7 +333,7 @@ void Comm::one_shot(const void* in, void* out, size_t count, DType t, Op op, int
     const int s = slots[c & 1] = next_slot();
     if (sends) {
       acquire(s);
-      copy(slot(rank_, s), bytes_of(in) + c * per_chunk * size, std::min(per_chunk, count - c * per_chunk) * size);
+      fill(slot(rank_, s), bytes_of(in) + c * per_chunk * size, std::min(per_chunk, count - c * per_chunk) * size);
     }
     events[c & 1] = publish();
   };
@@ -307,6 +368,7 @@ void Comm::two_shot(const void* in, void* out, size_t count, DType t, Op op, int
   const bool receives = dst < 0 || dst == rank_;
   const ReduceFn f = k_.reduce[int(t)][int(op)];
   const size_t unit = line_bytes / size;
+  const bool streams = out != in && count * size >= stream_min_;
   auto length = [&](size_t c) { return std::min(per_chunk, count - c * per_chunk); };
   auto part_length = [&](size_t c) { return round_up((length(c) + size_t(n_) - 1) / size_t(n_), unit); };
   auto put = [&](size_t c, int s) {
@@ -314,8 +376,8 @@ void Comm::two_shot(const void* in, void* out, size_t count, DType t, Op op, int
     const size_t begin_own = std::min(length(c), part_length(c) * size_t(rank_)) * size;
     const size_t end_own = std::min(length(c), part_length(c) * size_t(rank_ + 1)) * size;
     const auto* from = bytes_of(in) + c * per_chunk * size;
-    copy(slot(rank_, s), from, begin_own);
-    copy(slot(rank_, s) + end_own, from + end_own, length(c) * size - end_own);
+    fill(slot(rank_, s), from, begin_own);
+    fill(slot(rank_, s) + end_own, from + end_own, length(c) * size - end_own);
     return publish();
   };
   int s = next_slot();
@@ -329,8 +391,25 @@ void Comm::two_shot(const void* in, void* out, size_t count, DType t, Op op, int
       for (int q = 0; q < n_; ++q) {
         srcs[q] = (q == rank_ ? bytes_of(in) + at * size : static_cast<const unsigned char*>(slot(q, s))) + first * size;
       }
-      void* dsts[2] = {slot(rank_, s) + first * size, receives ? bytes_of(out) + (at + first) * size : nullptr};
-      f(dsts, receives ? 2 : 1, srcs, n_, last - first);
+      auto* to_slot = slot(rank_, s) + first * size;
+      auto* to_out = receives ? bytes_of(out) + (at + first) * size : nullptr;
+      const size_t bytes = (last - first) * size;
+      if (bytes >= put_min && chooser(bytes).past_caches()) {
+        for (size_t b = 0; b < bytes; b += scratch_bytes) {
+          const size_t here = std::min(scratch_bytes, bytes - b);
+          void* scratch = scratch_.data();
+          const void* from[max_ranks];
+          for (int q = 0; q < n_; ++q) from[q] = bytes_of(srcs[q]) + b;
+          f(&scratch, 1, from, n_, here / size);
+          k_.stream(to_slot + b, scratch, here);
+          if (receives && streams) k_.stream(to_out + b, scratch, here);
+          if (receives && !streams) copy(to_out + b, scratch, here);
+        }
+      } else {
+        void* dsts[2] = {to_slot, to_out};
+        f(dsts, receives && !streams ? 2 : 1, srcs, n_, last - first);
+        if (receives && streams) k_.stream(to_out, to_slot, bytes);
+      }
     }
     const uint64_t reduced = publish();
     const int done = s;
@@ -342,7 +421,13 @@ void Comm::two_shot(const void* in, void* out, size_t count, DType t, Op op, int
       wait_all(reduced);
       for (int q = 0; q < n_; ++q) {
         const size_t from = std::min(len, part * size_t(q)), to = std::min(len, part * size_t(q + 1));
-        if (q != rank_) copy(bytes_of(out) + (at + from) * size, slot(q, done) + from * size, (to - from) * size);
+        void* to_here = bytes_of(out) + (at + from) * size;
+        if (q == rank_) continue;
+        if (streams) {
+          k_.stream(to_here, slot(q, done) + from * size, (to - from) * size);
+        } else {
+          copy(to_here, slot(q, done) + from * size, (to - from) * size);
+        }
       }
     }
     slot_done(done);
@@ -461,7 +546,7 @@ void Comm::reduce_scatter(const void* in, void* out, const Parts& parts, DType t
     for (int q = 0; q < n_; ++q) {
       const size_t bytes = parts.size(q) * size, from = c * sub;
       if (q != rank_ && from < bytes) {
-        copy(slot(rank_, s) + size_t(q) * sub, bytes_of(in) + parts.at(q) * size + from, std::min(sub, bytes - from));
+        fill(slot(rank_, s) + size_t(q) * sub, bytes_of(in) + parts.at(q) * size + from, std::min(sub, bytes - from));
       }
     }
     events[c & 1] = publish();
@@ -526,7 +611,7 @@ void Comm::all_gather(const void* in, void* out, const Parts& parts) {
   auto put = [&](size_t c) {
     const int s = slots[c & 1] = next_slot();
     acquire(s);
-    copy(slot(rank_, s), bytes_of(in) + c * chunk_, length(rank_, c));
+    fill(slot(rank_, s), bytes_of(in) + c * chunk_, length(rank_, c));
     events[c & 1] = publish();
   };
   put(0);
@@ -571,7 +656,7 @@ void Comm::broadcast(void* data, size_t bytes, int src) {
     const int s = next_slot();
     if (rank_ == src) {
       acquire(s);
-      copy(slot(rank_, s), bytes_of(data) + at, length);
+      fill(slot(rank_, s), bytes_of(data) + at, length);
     }
     const uint64_t e = publish();
     if (rank_ != src) {
@@ -605,7 +690,7 @@ void Comm::all_to_all(const void* in, void* out, size_t part) {
     acquire(s);
     const size_t length = std::min(sub, part - c * sub);
     for (int q = 0; q < n_; ++q) {
-      if (q != rank_) copy(slot(rank_, s) + size_t(q) * sub, bytes_of(in) + size_t(q) * part + c * sub, length);
+      if (q != rank_) fill(slot(rank_, s) + size_t(q) * sub, bytes_of(in) + size_t(q) * part + c * sub, length);
     }
     events[c & 1] = publish();
   };
@@ -633,7 +718,7 @@ void Comm::gather(const void* in, void* out, size_t part, int dst) {
     const int s = next_slot();
     if (rank_ != dst) {
       acquire(s);
-      copy(slot(rank_, s), bytes_of(in) + at, length);
+      fill(slot(rank_, s), bytes_of(in) + at, length);
     }
     const uint64_t e = publish();
     if (rank_ == dst) {
@@ -658,7 +743,7 @@ void Comm::scatter(const void* in, void* out, size_t part, int src) {
     if (rank_ == src) {
       acquire(s);
       for (int q = 0; q < n_; ++q) {
-        if (q != src) copy(slot(rank_, s) + size_t(q) * sub, bytes_of(in) + size_t(q) * part + at, length);
+        if (q != src) fill(slot(rank_, s) + size_t(q) * sub, bytes_of(in) + size_t(q) * part + at, length);
       }
     }
     const uint64_t e = publish();

@@ -94,6 +94,28 @@ struct Layout {
   size_t channel_chunk;
 };
 
+// How a rank writes its slots: by plain stores, or past the caches.
+//
+// A slot's lines were last read by the others. Where cores share a cache, plain stores take them back cheaply and the
+// readers find them there. Where they do not (other sockets, other core complexes), every line costs a plain store a
+// round trip to invalidate the readers' copies, and streaming stores are several times faster. Virtual machines move
+// from one to the other while they run. So it is measured: most puts go the way that was better, now and then a few
+// go the other way. Results do not depend on it, and each rank decides for itself.
+class StoreChooser {
+ public:
+  bool past_caches() const { return past_; }
+  // One put of the size class took that long, by the current way.
+  void took(double ns_per_byte);
+
+ private:
+  static constexpr int window = 16, probe = 6;
+  bool past_ = false, probing_ = false;
+  int n_ = 0;             // puts in this phase
+  int length_ = 32;       // of the present steady phase
+  double best_ = 0;       // least cost in the present window: the one that nobody disturbed
+  double cost_[2] = {};   // of plain and of streaming stores
+};
+
 // Parts of an array, one per rank, in elements or bytes: n equal ones or those between given offsets.
 struct Parts {
   size_t each = 0;
@@ -209,6 +231,10 @@ class Comm {
   void acquire(int s) { wait_all(busy_[s]); }
   void slot_done(int s) { busy_[s] = event_ + 1; }  // called where the others, too, have read slot s
 
+  // Copies into a slot, by the way that has proved the faster for its size.
+  void fill(void* to, const void* from, size_t bytes);
+  StoreChooser& chooser(size_t bytes);
+
   void reduce_tiny(const void* in, void* out, size_t count, DType t, Op op);
   void one_shot(const void* in, void* out, size_t count, DType t, Op op, int dst);
   void two_shot(const void* in, void* out, size_t count, DType t, Op op, int dst);
@@ -234,6 +260,11 @@ class Comm {
   unsigned char* rings_;
   Liveness* liveness_;
   Waiter* waiter_ = nullptr;
+  // An output that, with everybody's arrays, does not fit the last-level cache is written past the caches: its lines
+  // need not be read first. In place they have just been read.
+  const size_t stream_min_;
+  std::array<StoreChooser, 6> choosers_;  // 8 KiB, 16 KiB, … 256 KiB and more
+  std::vector<unsigned char> scratch_;
   const Kernels& k_;
 
   uint64_t event_ = 0;  // the last that this rank has published

@@ -1,0 +1,219 @@
+"""How much slower one side is than the other, for many series at once: estimates, errors and tests.
+
+A series is a row of a matrix, a launch (or a night) a column, and every number the logarithm of a launch median;
+NaN where there is none. A difference of logs is the log of a ratio, so 0.01 is 1.0 % slower. Launch medians of one
+machine scatter about log-normally, and the t statistics here are for that scale.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from commbench.statistics import CONFIDENCE
+
+Array = NDArray[np.float64]
+
+EXACT_FLIPS = 14  # pairs from which a sign-flip test can reach p = 1e-4 (2^-14 = 6e-5)
+MOST_EXACT_FLIPS = 16  # pairs up to which all 2^n flips are tried; above, as many random ones
+AT_ONCE = 4_000_000  # pairwise differences held at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """Candidate over baseline, per series. All arrays have one number per series; NaN where it cannot be known.
+
+    estimate: mean difference of logs. se: its standard error, on df degrees of freedom. n_base, n_cand: launches (or
+    nights) used.
+    """
+
+    estimate: Array
+    se: Array
+    df: Array
+    n_base: NDArray[np.int64]
+    n_cand: NDArray[np.int64]
+
+    def interval(self, confidence: float = CONFIDENCE) -> tuple[Array, Array]:
+        """Low and high end of the two-sided interval of the estimate (Student's t)."""
+        half = t_quantile((1 + confidence) / 2, self.df) * self.se
+        return self.estimate - half, self.estimate + half
+
+    def p_slower(self, margin: float) -> Array:
+        """One-sided p of 'slower by no more than ``margin``' (a difference of logs): small means clearly slower."""
+        return _upper_tail(self.estimate - margin, self.se, self.df)
+
+    def p_faster(self, margin: float) -> Array:
+        """One-sided p of 'faster by no more than ``margin``'."""
+        return _upper_tail(-self.estimate - margin, self.se, self.df)
+
+    def smallest_found(self, margin: float, alpha: float, power: float = 0.8) -> Array:
+        """The difference of logs that a test at level ``alpha`` against ``margin`` finds with the given power.
+
+        margin + (t_{1-α} + t_{power}) · se, the usual approximation (Cohen, Statistical Power Analysis, 2.2).
+        """
+        reach: Array = margin + (t_quantile(1 - alpha, self.df) + t_quantile(power, self.df)) * self.se
+        return reach
+
+    def take(self, rows: Any) -> Effects:
+        """The same of some series only."""
+        return Effects(*(getattr(self, name)[rows] for name in self.__slots__))
+
+
+def t_quantile(probability: ArrayLike, degrees: ArrayLike) -> Array:
+    """Student's t quantile; NaN where ``degrees`` is NaN."""
+    from scipy.special import stdtrit
+
+    return np.asarray(stdtrit(degrees, probability), dtype=np.float64)
+
+
+def _upper_tail(excess: Array, se: Array, df: Array) -> Array:
+    """P(T ≥ excess/se). Without any scatter the sign alone decides; NaN where nothing is known."""
+    from scipy.special import stdtr
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = np.where(se > 0, excess / se, np.where(excess > 0, np.inf, -np.inf))
+    p = np.asarray(stdtr(df, -t), dtype=np.float64)
+    p = np.where(np.isposinf(t), 0.0, np.where(np.isneginf(t), 1.0, p))
+    return np.where(np.isfinite(excess) & np.isfinite(se) & (df > 0), p, np.nan)
+
+
+def _mean_variance(logs: Array) -> tuple[NDArray[np.int64], Array, Array]:
+    """Count, mean and sample variance of each row over its numbers. Variance NaN below two of them."""
+    there = np.isfinite(logs)
+    n = there.sum(axis=1)
+    filled = np.where(there, logs, 0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean = np.where(n > 0, filled.sum(axis=1) / n, np.nan)
+        deviations = np.where(there, logs - mean[:, None], 0.0)
+        variance = np.where(n > 1, (deviations**2).sum(axis=1) / (n - 1), np.nan)
+    return n.astype(np.int64), mean, variance
+
+
+def welch(base: Array, cand: Array) -> Effects:
+    """Two independent sets of launches: Welch's t with Satterthwaite's degrees of freedom (Welch, Biometrika 1947).
+
+    base: (series, launches), cand: (series, other launches). A series with fewer than two launches on a side has an
+    estimate but neither error nor interval.
+    """
+    nb, mean_b, var_b = _mean_variance(base)
+    nc, mean_c, var_c = _mean_variance(cand)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        part_b, part_c = var_b / nb, var_c / nc
+        total = part_b + part_c
+        df = total**2 / (part_b**2 / (nb - 1) + part_c**2 / (nc - 1))
+        df = np.where(total == 0, nb + nc - 2.0, df)
+    return Effects(mean_c - mean_b, np.sqrt(total), df, nb, nc)
+
+
+def paired(base: Array, cand: Array) -> Effects:
+    """Launches that were made in pairs (column k with column k): t on the differences.
+
+    A pair counts where both launches have a number.
+    """
+    differences = cand - base
+    n, mean, variance = _mean_variance(differences)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        se = np.sqrt(variance / n)
+    return Effects(mean, se, np.where(n > 1, n - 1.0, np.nan), n, n)
+
+
+def against_nights(nights: Array, night_launches: Array, within: Array, cand: Array) -> Effects:
+    """One night's launches against earlier nights, with the night-to-night variance in the error.
+
+    nights: (series, nights) means of logs; night_launches: launches behind each of them; within: their variance
+    between launches of a night; cand: (series, launches) of the night to judge.
+
+    The unit is the night. With s² the variance of N nights, the candidate's mean has variance s² too if it has as
+    many launches; with fewer, the part that launches contribute grows. The error of the difference is then
+    √(max(s², τ² + w/n) + s²/N) on N − 1 degrees of freedom, τ² = max(0, s² − mean(w/n_night)).
+    """
+    n, mean, variance = _mean_variance(nights)
+    nc, mean_c, var_c = _mean_variance(cand)
+    there = np.isfinite(nights)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        known = there & np.isfinite(within) & (night_launches > 0)
+        shares = np.where(known, within / np.where(known, night_launches, 1), 0.0)
+        share = np.where(known.any(axis=1), shares.sum(axis=1) / known.sum(axis=1), 0.0)
+        spread = np.where(known.any(axis=1), np.where(known, within, 0.0).sum(axis=1) / known.sum(axis=1), np.nan)
+        spread = np.fmax(spread, var_c)
+        own = np.maximum(0.0, variance - share) + np.where(np.isfinite(spread), spread, 0.0) / nc
+        se = np.sqrt(np.maximum(variance, own) + variance / n)
+    return Effects(mean_c - mean, se, np.where(n > 1, n - 1.0, np.nan), n, nc)
+
+
+def _row_median(values: Array) -> Array:
+    result = np.full(len(values), np.nan)
+    some = np.isfinite(values).any(axis=1)
+    if some.any():
+        result[some] = np.nanmedian(values[some], axis=1)
+    return result
+
+
+def hodges_lehmann(base: Array, cand: Array, *, in_pairs: bool) -> Array:
+    """Estimates of the difference of logs that outlying launches do not move (Hodges & Lehmann, 1963), per series.
+
+    Of pairs: the median of the Walsh averages (d_i + d_j)/2, i ≤ j. Else: the median over all pairs of a baseline and
+    a candidate launch of their difference.
+    """
+    if in_pairs:
+        differences = cand - base
+        i, j = np.triu_indices(differences.shape[1])
+        each = max(1, len(i))
+    else:
+        each = max(1, base.shape[1] * cand.shape[1])
+    step = max(1, AT_ONCE // each)
+    parts = []
+    for k in range(0, len(base), step):
+        if in_pairs:
+            values = (differences[k : k + step, i] + differences[k : k + step, j]) / 2
+        else:
+            values = (cand[k : k + step, :, None] - base[k : k + step, None, :]).reshape(-1, each)
+        parts.append(_row_median(values))
+    return np.concatenate(parts) if parts else np.empty(0)
+
+
+def holm(p: Array) -> Array:
+    """p values adjusted for testing them all: reject at α where the result is ≤ α (Holm, 1979). NaN stays out."""
+    adjusted = np.full(len(p), np.nan)
+    known = np.flatnonzero(np.isfinite(p))
+    order = known[np.argsort(p[known], kind="stable")]
+    steps = np.arange(len(order), 0, -1, dtype=np.float64)
+    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(p[order] * steps)) if len(order) else []
+    return adjusted
+
+
+def benjamini_hochberg(p: Array) -> Array:
+    """q values: the false discovery rate at which each would be called (Benjamini & Hochberg, 1995)."""
+    adjusted = np.full(len(p), np.nan)
+    known = np.flatnonzero(np.isfinite(p))
+    order = known[np.argsort(p[known], kind="stable")[::-1]]
+    m = len(order)
+    if m:
+        ranks = np.arange(m, 0, -1, dtype=np.float64)
+        adjusted[order] = np.minimum(1.0, np.minimum.accumulate(p[order] * m / ranks))
+    return adjusted
+
+
+def sign_flip_p(differences: Array, margin: float, seed: int = 0) -> float:
+    """One-sided sign-flip p of one series of paired differences against ``margin``.
+
+    Exact over all 2^n flips up to MOST_EXACT_FLIPS pairs, else over 2^16 random ones (the observed one included).
+    NaN below EXACT_FLIPS pairs: it could not become small.
+    """
+    values = differences[np.isfinite(differences)] - margin
+    n = len(values)
+    if n < EXACT_FLIPS:
+        return math.nan
+    if n <= MOST_EXACT_FLIPS:
+        bits = (np.arange(1 << n)[:, None] >> np.arange(n)) & 1
+        signs = 1.0 - 2.0 * bits
+    else:
+        rng = np.random.default_rng(seed)
+        signs = rng.choice([-1.0, 1.0], size=(1 << MOST_EXACT_FLIPS, n))
+        signs[0] = 1.0
+    sums = signs @ values
+    return float((sums >= values.sum() - 1e-12).mean())

@@ -1,0 +1,535 @@
+"""The gate's rule: from two lined-up sides to a verdict per family, each with its reason.
+
+A family is red only if it is shown to be slower by more than the margin. It is green only if everything that was to
+be measured was, with the same backends, quietly enough that a slowdown would have been seen, on a machine whose
+canaries stood still. Whatever is neither is inconclusive, and says why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commbench.analysis.canaries import Canary
+from commbench.analysis.compare import BETWEEN_NIGHTS, BOTH, IDLE, MISSING, NEW, Comparison, percent
+from commbench.analysis.effects import (
+    Array,
+    Effects,
+    benjamini_hochberg,
+    hodges_lehmann,
+    holm,
+    sign_flip_p,
+    t_quantile,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+QUIET_MARGIN = 0.01
+SHARED_MARGIN = 0.03  # on virtual machines and in containers, whose neighbours one does not know
+ALPHA = 0.05
+SCREEN_ALPHA = 0.02
+FEWEST_LAUNCHES = 8  # of each side of stored runs, and nights of a history
+FEWEST_PAIRS = 5
+SENSITIVITY = 0.25
+MOST_NAMED = 3  # points that a reason names
+BROKEN = ("wrong", "failed", "timeout")
+
+
+class Status(StrEnum):
+    PASS = "pass"
+    REGRESSION = "regression"
+    INCONCLUSIVE = "inconclusive"
+
+
+EXIT_CODES = {Status.PASS: 0, Status.REGRESSION: 1, Status.INCONCLUSIVE: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What counts as slower.
+
+    margin: slowdowns up to it are nobody's business (a fraction). alpha: chance of a false red in a whole night, at
+    most, if nothing got slower than the margin; half of it goes to families, half to single points. screen_alpha: per
+    test of an A/B screen. fewest: launches (pairs, nights) below which nothing is judged. sensitivity: a family in
+    which only a slowdown larger than this would be found (with 80 % power) is too noisy to be green.
+    """
+
+    margin: float = QUIET_MARGIN
+    alpha: float = ALPHA
+    screen_alpha: float = SCREEN_ALPHA
+    fewest: int = FEWEST_LAUNCHES
+    sensitivity: float = SENSITIVITY
+
+    @property
+    def log_margin(self) -> float:
+        return math.log1p(self.margin)
+
+
+@dataclass(frozen=True, slots=True)
+class SlowPoint:
+    """A point that was shown to be slower. p is adjusted (Holm)."""
+
+    label: str
+    ratio: float
+    low: float
+    high: float
+    p: float
+    base_s: float
+    cand_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The outcome for one family. ratio is candidate over baseline, with its 95 % interval; NaN where there is none.
+
+    robust_ratio: the Hodges–Lehmann estimate. p: one-sided, against the margin, adjusted over all families. q: false
+    discovery rate (for information). sign_flip_p: a check by randomisation from 14 pairs on. smallest_found: the
+    slowdown (a fraction) that would be found with 80 % power. faster: shown to be faster by more than the margin.
+    """
+
+    family: str
+    status: Status
+    reason: str
+    points: int
+    compared: int
+    n_base: int
+    n_cand: int
+    ratio: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    robust_ratio: float = math.nan
+    p: float = math.nan
+    q: float = math.nan
+    sign_flip_p: float = math.nan
+    smallest_found: float = math.nan
+    base_s: float = math.nan
+    cand_s: float = math.nan
+    faster: bool = False
+    picks_changed: tuple[str, ...] = ()
+    slow_points: tuple[SlowPoint, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A night's outcome: red if any family is, else inconclusive if any family is (or there is none), else green."""
+
+    status: Status
+    reason: str
+    verdicts: tuple[Verdict, ...]
+    rule: Rule
+    method: str
+    canaries: tuple[Canary, ...] = ()
+    notes: tuple[str, ...] = ()
+    forced: tuple[str, ...] = ()  # differences that --force overrode
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.status]
+
+    def with_status(self, status: Status) -> tuple[Verdict, ...]:
+        return tuple(v for v in self.verdicts if v.status == status)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tests:
+    """Which rows of a comparison are tested, their p values after Holm, and the share of alpha that each kind has."""
+
+    points: NDArray[np.bool_]
+    families: NDArray[np.bool_]
+    point_p: Array
+    family_p: Array
+    point_alpha: float
+    family_alpha: float
+
+
+def testable(comparison: Comparison, rule: Rule) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Rows of points and of families that have enough launches on both sides."""
+    need = rule.fewest
+    points = _enough(comparison.point_effects, need) & (comparison.points["state"].to_numpy() == BOTH)
+    return points, _enough(comparison.family_effects, need)
+
+
+def _enough(effects: Effects, need: int) -> NDArray[np.bool_]:
+    return np.asarray((effects.n_base >= need) & (effects.n_cand >= need) & np.isfinite(effects.se))
+
+
+def _single_point(comparison: Comparison) -> NDArray[np.bool_]:
+    """Points that are their family's only compared one: the family's test is theirs."""
+    alone = comparison.families.set_index("family")["compared"] == 1
+    return np.asarray(comparison.points["family"].map(alone).to_numpy(dtype=bool))
+
+
+def _tests(comparison: Comparison, rule: Rule, only: Suspects | None = None) -> _Tests:
+    points, families = testable(comparison, rule)
+    points &= ~_single_point(comparison)
+    if only is not None:
+        points &= comparison.points["point_id"].isin(only.points).to_numpy()
+        families &= comparison.families["family"].isin(only.families).to_numpy()
+    point_p = np.where(points, comparison.point_effects.p_slower(rule.log_margin), np.nan)
+    family_p = np.where(families, comparison.family_effects.p_slower(rule.log_margin), np.nan)
+    share = rule.alpha / 2 if points.any() and families.any() else rule.alpha
+    return _Tests(points, families, holm(point_p), holm(family_p), share, share)
+
+
+# ---- screening ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Suspects:
+    """What a screen found worth launching again: families as a whole, and single points (by point_id)."""
+
+    families: frozenset[str]
+    points: frozenset[str]
+    relaunch: frozenset[str]  # every point_id that the confirmation measures
+
+    def __bool__(self) -> bool:
+        return bool(self.relaunch)
+
+
+def screen(comparison: Comparison, rule: Rule) -> Suspects:
+    """Families and points whose own test is at or below ``rule.screen_alpha``, without any correction: a second look on
+    fresh data follows."""
+    points, families = testable(comparison, rule)
+    points &= ~_single_point(comparison)
+    with np.errstate(invalid="ignore"):
+        slow_points = points & (comparison.point_effects.p_slower(rule.log_margin) <= rule.screen_alpha)
+        slow_families = families & (comparison.family_effects.p_slower(rule.log_margin) <= rule.screen_alpha)
+    names = frozenset(comparison.families["family"][slow_families])
+    ids = frozenset(comparison.points["point_id"][slow_points])
+    whole = comparison.points["family"].isin(names) & (comparison.points["state"] == BOTH)
+    return Suspects(names, ids, ids | frozenset(comparison.points["point_id"][whole]))
+
+
+# ---- judging --------------------------------------------------------------------------------------------------------
+
+
+def judge(
+    comparison: Comparison,
+    rule: Rule,
+    *,
+    canaries: Sequence[Canary] = (),
+    notes: Sequence[str] = (),
+    problems: Sequence[str] = (),
+    forced: Sequence[str] = (),
+    confirmation: tuple[Suspects, Comparison | None] | None = None,
+) -> Judgement:
+    """Verdicts by the stored rule, or by the confirmation of an A/B screen if one is given.
+
+    Stored: one-sided t against the margin for every family and every point, Holm at alpha/2 over the families and at
+    alpha/2 over the points. A/B: the same tests on the confirmation's fresh launches, over the suspects only (None as
+    its comparison: nothing was suspect). problems: what makes the whole night inconclusive, beside moved canaries.
+    """
+    whole_night = (*problems, *_moved(canaries))
+    if confirmation is None:
+        night = _Night(comparison, comparison, _tests(comparison, rule), rule, None, whole_night)
+        method = "nights of the history" if comparison.unit == BETWEEN_NIGHTS else "stored runs"
+    else:
+        method = "A/B, interleaved"
+        suspects, confirmed = confirmation
+        deciding = comparison if confirmed is None else confirmed
+        night = _Night(comparison, deciding, _tests(deciding, rule, suspects), rule, suspects, whole_night)
+    raw = comparison.family_effects.p_slower(rule.log_margin)
+    q = dict(zip(comparison.families["family"], benjamini_hochberg(raw), strict=True))
+    verdicts = [
+        replace(_verdict(night, str(family), rows), q=float(q[family]))
+        for family, rows in comparison.points.groupby("family", sort=False)
+        if not (rows["state"] == IDLE).all()
+    ]
+    verdicts.sort(key=_worst_first)
+    status, reason = _overall(verdicts, whole_night)
+    said = (*notes, *_idle_notes(comparison))
+    return Judgement(status, reason, tuple(verdicts), rule, method, tuple(canaries), said, tuple(forced))
+
+
+def _rows_of(comparison: Comparison, family: str) -> pd.DataFrame:
+    return comparison.points[comparison.points["family"] == family]
+
+
+def _moved(canaries: Sequence[Canary]) -> list[str]:
+    return [
+        f"canary {c.name} moved by {percent(c.ratio)} ({percent(c.low)} to {percent(c.high)}): the machine changed"
+        for c in canaries
+        if c.moved
+    ]
+
+
+def _idle_notes(comparison: Comparison) -> list[str]:
+    idle = comparison.points[comparison.points["state"] == IDLE]
+    if idle.empty:
+        return []
+    return [f"{len(idle)} points cannot be timed on either side: {_named(idle)}"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Night:
+    """What all verdicts of a night share. ``deciding`` is the confirmation where there is one, else the comparison."""
+
+    comparison: Comparison
+    deciding: Comparison
+    tests: _Tests
+    rule: Rule
+    suspects: Suspects | None  # of an A/B screen
+    problems: tuple[str, ...]
+
+    @property
+    def level(self) -> float:
+        """The level a family has to pass by itself: the screen's, or Holm's first step over all families."""
+        if self.suspects is not None:
+            return self.rule.screen_alpha
+        return self.tests.family_alpha / max(1, len(self.comparison.families))
+
+
+def _verdict(night: _Night, family: str, rows: pd.DataFrame) -> Verdict:
+    comparison, rule = night.comparison, night.rule
+    index = _place(comparison, family)
+    effects = comparison.family_effects.take(slice(index, index + 1))
+    shown, at = comparison, index
+    if night.deciding is not comparison and (found := _find(night.deciding, family)) is not None:
+        shown, at = night.deciding, found
+    ratio, low, high = (
+        float(shown.families[c].to_numpy(dtype=np.float64)[at]) for c in ("ratio", "ratio_low", "ratio_high")
+    )
+    base, cand = shown.family_base[at : at + 1], shown.family_cand[at : at + 1]
+    robust = float(np.exp(_robust(shown, base, cand)[0]))
+    slow = _slow_points(night, family)
+    decided = _find(night.deciding, family)
+    p = float(night.tests.family_p[decided]) if decided is not None else math.nan
+    slow_family = p <= night.tests.family_alpha and robust >= 1 + rule.margin
+    reach = math.expm1(float(effects.smallest_found(rule.log_margin, night.level)[0]))
+    doubts = _doubts(night, family, rows)
+    if not doubts and not reach <= rule.sensitivity:
+        doubts.append(f"noise hides slowdowns below {reach:.0%}, and {rule.sensitivity:.0%} is to be seen at least")
+    changed = rows[rows["pick_changed"]]
+    picks = tuple(_pick_texts(changed))
+    with np.errstate(invalid="ignore"):
+        faster = bool(effects.p_faster(rule.log_margin)[0] <= rule.alpha / 2 / max(1, len(comparison.families)))
+    interval = f"{percent(ratio)} ({percent(low)} to {percent(high)})"
+    if night.problems:
+        status, reason = Status.INCONCLUSIVE, "; ".join(night.problems)
+    elif slow_family or slow:
+        status = Status.REGRESSION
+        reason = _slow_text(rule, interval if slow_family else "", slow, len(rows))
+        reason += f"; {_picks_text(picks)}" if picks else ""
+    elif doubts:
+        status, reason = Status.INCONCLUSIVE, "; ".join(doubts)
+    else:
+        status, reason = Status.PASS, f"{'faster' if faster else 'not slower'}: {interval}"
+        if night.suspects is not None and _was_suspect(night.suspects, family, rows):
+            reason += "; suspect in the screen, not confirmed on fresh launches"
+    both = rows[rows["state"] == BOTH]
+    return Verdict(
+        family=family,
+        status=status,
+        reason=reason,
+        points=len(rows),
+        compared=len(both),
+        n_base=int(effects.n_base[0]),
+        n_cand=int(effects.n_cand[0]),
+        ratio=ratio,
+        low=low,
+        high=high,
+        robust_ratio=robust,
+        p=p,
+        sign_flip_p=sign_flip_p((cand - base)[0], rule.log_margin) if shown.in_pairs else math.nan,
+        smallest_found=reach,
+        base_s=_geometric_mean(both["base_s"]),
+        cand_s=_geometric_mean(both["cand_s"]),
+        faster=faster,
+        picks_changed=picks,
+        slow_points=slow,
+    )
+
+
+def _slow_text(rule: Rule, interval: str, slow: Sequence[SlowPoint], points: int) -> str:
+    if interval:
+        text = f"slower: {interval}, margin {rule.margin:.1%}"
+        return f"{text}; worst {slow[0].label} {percent(slow[0].ratio)}" if slow else text
+    worst = slow[0]
+    span = f"{percent(worst.low)} to {percent(worst.high)}"
+    return (
+        f"{len(slow)} of {points} points slower, worst {worst.label} {percent(worst.ratio)} ({span}), "
+        f"margin {rule.margin:.1%}"
+    )
+
+
+def _geometric_mean(seconds: pd.Series) -> float:
+    """Several points' times as one; NaN of none."""
+    values = seconds.to_numpy(dtype=np.float64)
+    return float(np.exp(np.log(values).mean())) if len(values) else math.nan
+
+
+def _find(comparison: Comparison, family: str) -> int | None:
+    found = np.flatnonzero((comparison.families["family"] == family).to_numpy())
+    return int(found[0]) if len(found) else None
+
+
+def _place(comparison: Comparison, family: str) -> int:
+    found = _find(comparison, family)
+    assert found is not None  # families come from this table
+    return found
+
+
+def _robust(comparison: Comparison, base: Array, cand: Array) -> Array:
+    if comparison.unit == BETWEEN_NIGHTS:  # the candidate is one night: its launches against the middle night
+        middle = np.nanmedian(base, axis=1) if np.isfinite(base).any() else np.full(len(base), np.nan)
+        own = np.nanmean(cand, axis=1) if np.isfinite(cand).any() else np.full(len(base), np.nan)
+        return np.asarray(own - middle)
+    return hodges_lehmann(base, cand, in_pairs=comparison.in_pairs)
+
+
+def _slow_points(night: _Night, family: str) -> tuple[SlowPoint, ...]:
+    """The family's points that were shown to be slower, worst first."""
+    deciding, tests = night.deciding, night.tests
+    with np.errstate(invalid="ignore"):
+        hit = (tests.point_p <= tests.point_alpha) & (deciding.points["family"] == family).to_numpy()
+    rows = np.flatnonzero(hit)
+    if not len(rows):
+        return ()
+    rows = rows[np.exp(_robust_rows(deciding, rows)) >= 1 + night.rule.margin]
+    names = ("ratio", "ratio_low", "ratio_high", "base_s", "cand_s")
+    labels = deciding.points["label"].to_numpy(dtype=object)
+    ratio, low, high, base_s, cand_s = (deciding.points[n].to_numpy(dtype=np.float64) for n in names)
+    found = [
+        SlowPoint(str(labels[i]), *(float(v[i]) for v in (ratio, low, high, tests.point_p, base_s, cand_s)))
+        for i in rows
+    ]
+    return tuple(sorted(found, key=lambda p: -p.ratio))
+
+
+def _robust_rows(deciding: Comparison, rows: NDArray[np.int64]) -> Array:
+    base, cand = deciding.aligned.base[rows], deciding.aligned.cand[rows]
+    if deciding.unit == BETWEEN_NIGHTS:
+        return np.asarray(np.nanmean(cand, axis=1) - np.nanmedian(base, axis=1))
+    return hodges_lehmann(base, cand, in_pairs=deciding.in_pairs)
+
+
+def _doubts(night: _Night, family: str, rows: pd.DataFrame) -> list[str]:
+    """Why a family that is not red cannot be called green either."""
+    comparison, rule = night.comparison, night.rule
+    total = len(rows)
+    doubts = []
+    for state, text in ((MISSING, "missing in the candidate"), (NEW, "missing in the baseline")):
+        some = rows[rows["state"] == state]
+        if len(some):
+            doubts.append(f"{len(some)} of {total} points {text}: {_named(some)}{_why(some, state)}")
+    changed = rows[rows["pick_changed"]]
+    if len(changed):
+        doubts.append(_picks_text(_pick_texts(changed)))
+    both = rows[rows["state"] == BOTH]
+    apart = [not set(b.split("+")) & set(c.split("+")) for b, c in zip(both["base_how"], both["cand_how"], strict=True)]
+    other = both[np.array(apart, dtype=bool)]
+    if len(other):
+        first = other.iloc[0]
+        doubts.append(
+            f"{len(other)} of {total} points are timed in another way ({first['base_how']} → {first['cand_how']}): "
+            f"{_named(other)}"
+        )
+    nights = comparison.unit == BETWEEN_NIGHTS
+    few = both[(both["base_usable"] < rule.fewest) | (both["cand_usable"] < rule.fewest)]
+    if len(few):
+        b, c = int(few["base_usable"].min()), int(few["cand_usable"].min())
+        units = f"{b} {'nights' if nights else 'launches'} in the baseline, {c} launches in the candidate"
+        doubts.append(f"{len(few)} of {total} points have too little: {units}, {rule.fewest} needed: {_named(few)}")
+    for side, name in (("base", "baseline"), ("cand", "candidate")):
+        unsteady = both[both[f"{side}_unsteady"] * 2 > both[f"{side}_usable"]]
+        if len(unsteady):
+            doubts.append(f"{len(unsteady)} of {total} points are unsteady in the {name}: {_named(unsteady)}")
+        broken = both[both[f"{side}_status"].isin(BROKEN)]
+        for status, some in broken.groupby(f"{side}_status", sort=True):
+            doubts.append(f"{len(some)} of {total} points are {status} in the {name}: {_named(some)}")
+    if night.suspects is not None and _was_suspect(night.suspects, family, rows) and not _retested(night, family):
+        doubts.append("suspect in the screen, and the launches that were to confirm it gave too little")
+    return doubts
+
+
+def _retested(night: _Night, family: str) -> bool:
+    """Whether every suspect of this family was tested again."""
+    assert night.suspects is not None  # asked of A/B only
+    points = night.deciding.points
+    own = (points["family"] == family).to_numpy() & points["point_id"].isin(night.suspects.points).to_numpy()
+    place = _find(night.deciding, family)
+    whole = family not in night.suspects.families or (place is not None and bool(night.tests.families[place]))
+    wanted = _rows_of(night.comparison, family)["point_id"].isin(night.suspects.points).sum()
+    return whole and int((own & night.tests.points).sum()) == int(wanted)
+
+
+def _named(rows: pd.DataFrame) -> str:
+    names = [str(v) for v in rows["label"][:MOST_NAMED]]
+    return ", ".join(names) + (f" and {len(rows) - MOST_NAMED} more" if len(rows) > MOST_NAMED else "")
+
+
+def _why(rows: pd.DataFrame, state: str) -> str:
+    side = "cand" if state == MISSING else "base"
+    first = rows.iloc[0]
+    status, reason = str(first[f"{side}_status"]), str(first[f"{side}_reason"])
+    if not status or status in ("ok", "unsteady"):
+        return ""
+    return f" ({status}{': ' + reason if reason else ''})"
+
+
+def _pick_texts(changed: pd.DataFrame) -> list[str]:
+    columns = ("label", "base_picked", "cand_picked")
+    return [f"{label}: {b} → {c}" for label, b, c in zip(*(changed[c] for c in columns), strict=True)]
+
+
+def _picks_text(picks: Sequence[str]) -> str:
+    more = f" and {len(picks) - MOST_NAMED} more" if len(picks) > MOST_NAMED else ""
+    return f"the backend taken changed: {', '.join(picks[:MOST_NAMED])}{more}"
+
+
+def _was_suspect(suspects: Suspects, family: str, rows: pd.DataFrame) -> bool:
+    return family in suspects.families or bool(rows["point_id"].isin(suspects.points).any())
+
+
+def _worst_first(verdict: Verdict) -> tuple[int, float, str]:
+    rank = {Status.REGRESSION: 0, Status.INCONCLUSIVE: 1, Status.PASS: 2}[verdict.status]
+    worst = max([verdict.ratio, *(p.ratio for p in verdict.slow_points)], key=lambda r: -1.0 if math.isnan(r) else r)
+    return rank, -worst if math.isfinite(worst) else 0.0, verdict.family
+
+
+def _overall(verdicts: Sequence[Verdict], whole_night: Sequence[str]) -> tuple[Status, str]:
+    if whole_night:
+        return Status.INCONCLUSIVE, "; ".join(whole_night)
+    if not verdicts:
+        return Status.INCONCLUSIVE, "nothing could be compared: neither side has a point that was timed"
+    red = [v for v in verdicts if v.status == Status.REGRESSION]
+    open_ones = [v for v in verdicts if v.status == Status.INCONCLUSIVE]
+    total = f"{len(verdicts)} {'family' if len(verdicts) == 1 else 'families'}"
+    if red:
+        also = f", {len(open_ones)} inconclusive" if open_ones else ""
+        return Status.REGRESSION, f"{len(red)} of {total} slower{also}"
+    if open_ones:
+        return Status.INCONCLUSIVE, f"{len(open_ones)} of {total} inconclusive, none shown to be slower"
+    faster = sum(v.faster for v in verdicts)
+    return Status.PASS, f"none of {total} slower" + (f", {faster} faster" if faster else "")
+
+
+def smallest_found(cv: float, launches: int, alpha: float, margin: float) -> float:
+    """The slowdown (a fraction) that ``launches`` a side with this launch CV find with 80 % power at level alpha."""
+    df = 2.0 * launches - 2
+    se = cv * math.sqrt(2 / launches)
+    reach = float(t_quantile(1 - alpha, df) + t_quantile(0.8, df)) * se
+    return math.expm1(math.log1p(margin) + reach)
+
+
+def to_dict(judgement: Judgement) -> dict[str, Any]:
+    """The judgement as plain data for JSON; numbers that are not known are None."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(v) for v in value]
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        return value
+
+    found: dict[str, Any] = plain(asdict(judgement)) | {"exit_code": judgement.exit_code}
+    return found
