@@ -1,7 +1,7 @@
 """Check that a run directory is a complete run in which every point is ok: python .ci/check_run.py DIRECTORY
 
 Reads the files as anybody would, without commbench, so that it also checks what is promised about them.
-Exits 1 with what is wrong, a line each.
+Exits 1 with what is wrong, a line each; 3 if it is only that points are unsteady, which can be the machine's doing.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ def problems(run: Path) -> list[str]:
         found.append("points.parquet: not the points of points.jsonl")
     for row in rows:
         name = f"{row['collective']} {row['dtype']} {row['size_bytes']} B [{row['backend_requested']}]"
+        latencies = [row[f"latency_{which}_s"] for which in ("min", "median", "p99", "max")]
         if row["status"] != "ok":
             found.append(f"{name}: {row['status']}: {row['reason']}")
         elif not row["checked"] or row["wrong_count"] != 0:
             found.append(f"{name}: results were not checked, or wrong ({row['wrong_count']})")
-        elif not 0 < row["latency_min_s"] <= row["latency_median_s"] <= row["latency_p99_s"] < 10:
-            found.append(
-                f"{name}: latencies {row['latency_min_s']}, {row['latency_median_s']}, {row['latency_p99_s']} s"
-            )
+        elif None in latencies or not 0 < latencies[0] <= latencies[1] <= latencies[2] <= latencies[3] < 60:
+            found.append(f"{name}: ok, but its latencies (min, median, p99, max) are {latencies} s")
         elif row["backend_requested"] not in ("auto", row["backend_picked"]):
             found.append(f"{name}: {row['backend_picked']} was taken")
         of_point = samples[samples["point_id"] == row["point_id"]]
@@ -61,5 +60,13 @@ def problems(run: Path) -> list[str]:
     return found
 
 
+def main() -> int:
+    found = problems(Path(sys.argv[1]))
+    sys.stderr.writelines(line + "\n" for line in found)
+    if not found:
+        return 0
+    return 3 if all(": unsteady: " in line for line in found) else 1
+
+
 if __name__ == "__main__":
-    sys.exit("\n".join(problems(Path(sys.argv[1]))) or 0)
+    sys.exit(main())
