@@ -30,6 +30,14 @@ def _bytes_if_fp8(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point else tensor
 
 
+def _options(code: Any) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = code
+    if hasattr(options, "asyncOp"):  # torch 2.7 on: NCCL then runs on the current stream
+        options.asyncOp = False
+    return options
+
+
 class TorchDistBackend(Backend):
     """Every collective through the public torch.distributed API; strided tensors are staged."""
 
@@ -57,6 +65,9 @@ class TorchDistBackend(Backend):
         super().__init__(group)
         self._pg = group.device_group
         self._library = dist.get_backend(self._pg)
+        # what dist.all_reduce calls after checks that the coordinator has made; they cost more than the whole dispatch
+        self._all_reduce = self._pg.allreduce
+        self._all_reduce_options = {op: _options(code) for op, code in _REDUCE_OPS.items()}
         self._no_average = ""
         try:
             dist.all_reduce(torch.zeros(1, device=group.device), op=dist.ReduceOp.AVG, group=self._pg)
@@ -86,12 +97,12 @@ class TorchDistBackend(Backend):
         self.calls += 1
         if output is not input:
             output.copy_(input)
-        if output.is_contiguous():
-            dist.all_reduce(output, op=_REDUCE_OPS[op], group=self._pg)
-        else:
-            staged = output.contiguous()
-            dist.all_reduce(staged, op=_REDUCE_OPS[op], group=self._pg)
-            output.copy_(staged)
+        dense = output if output.is_contiguous() else output.contiguous()
+        work = self._all_reduce([dense], self._all_reduce_options[op])
+        if work is not None:
+            work.wait()
+        if dense is not output:
+            output.copy_(dense)
 
     def all_gather(self, input: torch.Tensor, output: torch.Tensor) -> None:
         self.calls += 1

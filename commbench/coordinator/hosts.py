@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import secrets
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from commbench.errors import CollectiveError
+from commbench.native.segment import directories
 
 
 def shared_memory_folder() -> Path:
-    """Where files live in memory; the temporary folder where the system has no such place."""
-    folder = Path("/dev/shm")
-    return folder if os.access(folder, os.W_OK) else Path(tempfile.gettempdir())
+    """Where files live in memory: the user's choice, /dev/shm, or the temporary folder where the system has neither."""
+    places = directories()
+    return next((folder for folder in places if os.access(folder, os.W_OK)), places[-1])
 
 
 def prove_one_host(cpu_group: Any) -> bool:
