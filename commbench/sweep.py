@@ -29,6 +29,7 @@ MOST_STEPS = 10_000
 MEASURED_MODES = ("eager",)
 BYTES_PER_RANK = 200 << 20  # what a rank's process takes before any buffer (torch's own memory)
 SYNCS = ("window", "barrier", "none")
+LOOPS = ("python", "native")
 DEVICES = ("auto", "cpu", "cuda")
 
 Names = tuple[str, ...]
@@ -100,6 +101,14 @@ def _parse_range(token: str, parts: Sequence[str]) -> SizeRange:
     raise SpecError(f"range {token!r}: step {step!r} is neither a factor (x2) nor an increment (+1KiB)")
 
 
+def parse_skew(text: str) -> tuple[int, float]:
+    """(rank, seconds) from ``1:300us``. Raises SpecError."""
+    rank, colon, delay = text.partition(":")
+    if not colon or not rank.strip().isdigit():
+        raise SpecError(f"skew {text!r} is not RANK:TIME; write 1:300us")
+    return int(rank), parse_duration(delay)
+
+
 class SweepSpec(BaseModel):
     """What a sweep file or the flags say. Every list multiplies with the others."""
 
@@ -128,6 +137,8 @@ class SweepSpec(BaseModel):
     budget: float | None = None
     seed: int = 0
     sync: str = "window"
+    loop: str = "python"
+    skew: str = ""
 
     @field_validator(
         "collectives", "dtypes", "ops", "layout", "placement", "cache", "mode", "backends", "policy", "group",
@@ -202,6 +213,20 @@ class SweepSpec(BaseModel):
             raise ValueError(f"{value!r} is no way to start iterations; allowed: {', '.join(SYNCS)}")
         return value
 
+    @field_validator("loop")
+    @classmethod
+    def _loop_known(cls, value: str) -> str:
+        if value not in LOOPS:
+            raise ValueError(f"{value!r} is no timed loop; allowed: {', '.join(LOOPS)}")
+        return value
+
+    @field_validator("skew")
+    @classmethod
+    def _skew_parses(cls, value: str) -> str:
+        if value:
+            _valid(parse_skew, value)
+        return value
+
     @field_validator("tp", "launches", "seed", mode="before")
     @classmethod
     def _whole(cls, value: Any, info: Any) -> Any:
@@ -246,7 +271,9 @@ _TABLES = {
     "sweep": (
         "collectives", "dtypes", "ops", "sizes", "layout", "placement", "cache", "mode", "backends", "policy", "group",
     ),
-    "run": ("tp", "device", "launches", "target_ci", "max_time_per_point", "budget", "seed", "sync"),
+    "run": (
+        "tp", "device", "launches", "target_ci", "max_time_per_point", "budget", "seed", "sync", "loop", "skew",
+    ),
 }  # fmt: skip
 
 

@@ -18,6 +18,8 @@ from commbench.types import CallSignature
 if TYPE_CHECKING:
     import torch
 
+    from commbench.native._shm import BoundCall
+
 
 @dataclass(frozen=True, slots=True)
 class Availability:
@@ -152,6 +154,15 @@ class Backend(ABC):
         Here a backend turns on what it does in graphs only, and registers buffers when the capture is over.
         """
         return nullcontext()
+
+    def native_call(
+        self, collective: str, input: torch.Tensor, output: torch.Tensor | None, op: str = "sum", root: int = 0
+    ) -> BoundCall | None:
+        """The collective on these tensors bound for the native timed loop; None where it cannot be.
+
+        Whoever runs it adds the iterations to ``calls``.
+        """
+        return None
 
     def close(self) -> None:  # noqa: B027 - optional: a backend without resources has nothing to release
         """Release what it holds; called once, by every rank of a living group."""

@@ -18,7 +18,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -26,6 +26,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from commbench.backends.base import Availability, Backend, Group
 from commbench.backends.torch_dist import TorchDistBackend
 from commbench.errors import CollectiveError, UsageError
+from commbench.native import load
+
+if TYPE_CHECKING:
+    from commbench.native._shm import BoundCall
 
 SCRIPT_VARIABLE = "COMMBENCH_FAKE"
 _KEYS = frozenset({"duration_s", "wrong", "fail", "die"})
@@ -124,6 +128,11 @@ class FakeBackend(Backend):
 
     def send_recv(self, input: torch.Tensor, output: torch.Tensor, dst: int, src: int) -> None:
         self._play("send_recv", input, output, lambda: self._inner.send_recv(input, output, dst, src))
+
+    def native_call(
+        self, collective: str, input: torch.Tensor, output: torch.Tensor | None, op: str = "sum", root: int = 0
+    ) -> BoundCall | None:
+        return load().BoundCall.busy_wait(self._durations_ns)  # type: ignore[no-any-return]
 
     def barrier(self) -> None:
         # synchronised by the start gate already; a real exchange would hide the scripted time

@@ -34,6 +34,8 @@ _FLAGS = {
     "budget": "--budget",
     "seed": "--seed",
     "sync": "--sync",
+    "loop": "--loop",
+    "skew": "--skew",
 }
 
 
@@ -58,6 +60,8 @@ _FLAGS = {
 @click.option("--budget", help="Longest time for the whole sweep, such as 2m; points share it.")
 @click.option("--seed", type=int, help="Seed of the random order and of the data. [default: 0]")
 @click.option("--sync", help="How iterations start: window, barrier or none. [default: window]")
+@click.option("--loop", help="Timed loop: python, or native where the backend is compiled code. [default: python]")
+@click.option("--skew", metavar="RANK:TIME", help="Let one rank enter every call late, such as 1:300us.")
 @click.option("--out", type=click.Path(path_type=Path), help="Run directory. [default: reports/<time>-<name>-<id>]")
 @click.option("--dry-run", is_flag=True, help="Print the points, the time it may take and the command; launch nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, and nothing else there.")

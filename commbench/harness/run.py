@@ -20,7 +20,7 @@ from commbench.harness.launch import Event, launch_command, run_launch
 from commbench.measure.settings import Settings
 from commbench.policy import load_policy
 from commbench.store.run import Plan, Run, check_writable, create, finish, open_run, update_manifest
-from commbench.sweep import Expansion, SweepSpec, expand
+from commbench.sweep import Expansion, SweepSpec, expand, parse_skew
 from commbench.types import AUTO, Platform
 
 FAILING = ("wrong", "failed", "timeout")
@@ -66,6 +66,11 @@ def prepare(spec: SweepSpec) -> tuple[Expansion, Settings]:
         platform = Platform(device=device, world_size=ranks, one_host=True, group="world")
         return probe_sizes(policies[policy], collective, dtype, platform)
 
+    skew_rank, skew_s = parse_skew(spec.skew) if spec.skew else (None, 0.0)
+    if skew_rank is not None and skew_rank >= spec.tp:
+        raise SpecError(f"--skew {spec.skew}: there is no rank {skew_rank} among {spec.tp}; ranks start at 0")
+    if skew_rank is not None and spec.loop == "native":
+        raise SpecError("--skew delays the Python loop; take --loop python")
     expansion = expand(spec, psutil.virtual_memory().total, probes)
     settings = Settings(
         seed=spec.seed,
@@ -73,6 +78,9 @@ def prepare(spec: SweepSpec) -> tuple[Expansion, Settings]:
         max_time_per_point_s=spec.max_time_per_point,
         budget_s=None if spec.budget is None else spec.budget / spec.launches,
         sync=spec.sync,
+        loop=spec.loop,
+        skew_rank=skew_rank,
+        skew_s=skew_s,
         device=device,
         backends=tuple(b for b in spec.backends if b != AUTO),
     )

@@ -85,9 +85,11 @@ def main(directory: Path, launch: int) -> None:
         device = torch.device(settings.device, int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     group: Group = world_group(device, COLLECTIVE_TIMEOUT)
-    coordinator = GroupCoordinator(
-        group, load_policy(settings.policy), local_platform(device), backends=settings.backends
-    )
+    platform = local_platform(device)
+    coordinators = {
+        name: GroupCoordinator(group, load_policy(name), platform, backends=settings.backends)
+        for name in sorted({point.policy for point in plan.points})
+    }
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     team = Team.form(rank, size, Objects(group.cpu_group), oversubscribed=size > cores)
 
@@ -97,7 +99,7 @@ def main(directory: Path, launch: int) -> None:
         samples, log, teller = SampleLog(directory, launch), PointLog(directory), Teller(directory, launch)
     team.barrier()
     meter = Meter(
-        coordinator,
+        coordinators,
         team,
         settings,
         cache_bytes=last_level_cache_bytes(),
@@ -108,7 +110,7 @@ def main(directory: Path, launch: int) -> None:
         p50, p99, missed = meter.start_skew_s()
         teller.tell(
             "ready",
-            usable=coordinator.usable,
+            usable={name: coordinator.usable for name, coordinator in coordinators.items()},
             timer={
                 "resolution_s": meter.timer.resolution_s,
                 "overhead_s": meter.timer.overhead_s,
@@ -133,7 +135,8 @@ def main(directory: Path, launch: int) -> None:
         teller.tell("canaries", when="end", **canaries)
         teller.tell("done")
     team.barrier()
-    coordinator.destroy()
+    for coordinator in coordinators.values():
+        coordinator.destroy()
     team.close()
     dist.destroy_process_group()
 

@@ -13,7 +13,9 @@ from commbench.measure.correctness import ROOT, Check, compare, fill, poison
 from commbench.types import CallSignature, Point
 
 if TYPE_CHECKING:
+    from commbench.backends.base import Backend
     from commbench.coordinator.group import GroupCoordinator
+    from commbench.native._shm import BoundCall
 
 COLD_CAP_BYTES = 256 << 20  # per rank: virtual machines report a whole socket's cache
 
@@ -102,6 +104,12 @@ class Buffers:
         """What the policy sees of the call."""
         tensor = self.output if self.point.collective == "scatter" else self.input
         return coordinator.signature(self.point.collective, tensor, self.point.op, self.point.placement)
+
+    def native_call(self, backend: Backend) -> BoundCall | None:
+        """The collective on these tensors as a call of compiled code; None where the backend has none."""
+        if self.point.collective == "barrier" or self.input is None:
+            return None
+        return backend.native_call(self.point.collective, self.input, self.output, self.point.op or "sum", ROOT)
 
     def refill(self, seed: int, exact: bool) -> None:
         """Fresh random inputs, poisoned outputs."""

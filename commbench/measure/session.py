@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,19 +17,21 @@ import torch
 from numpy.typing import NDArray
 
 from commbench.bandwidth import algbw_gb_per_s, busbw_gb_per_s
+from commbench.backends.base import Backend
 from commbench.coordinator.group import GroupCoordinator
 from commbench.errors import BackendUnavailable, CommbenchError, PeerLost
 from commbench.measure import noise as noise_module
 from commbench.measure.buffers import Buffers, copies_for
 from commbench.measure.clock import TimerFacts, resolution_s, timer_facts
 from commbench.measure.correctness import Check
-from commbench.measure.gate import WindowGate, make_gate
-from commbench.measure.loop import Block, Call, nothing, run_block
+from commbench.measure.gate import DelayedGate, NativeGate, WindowGate, make_gate
+from commbench.measure.loop import Block, Call, nothing, run_block, run_native_block
 from commbench.measure.settings import Settings
 from commbench.measure.stopping import FEWEST_VISITS, Progress, StoppingRule
 from commbench.measure.team import CAPACITY, PointFailed, Team
+from commbench.native import load
 from commbench.statistics import Array, is_steady, median_interval, quantile
-from commbench.types import COLLECTIVES, Point
+from commbench.types import AUTO, COLLECTIVES, Point
 
 VISIT_S = 0.02  # time one visit of a point aims at
 FIRST_WARMUP = 4  # iterations of the first warm-up block
@@ -99,6 +101,14 @@ def adapted_delta_ns(delta_ns: int, missed: float, ranks: int) -> int:
     return delta_ns
 
 
+def batch_for(uncertainty_s: float, typical_s: float) -> int:
+    """Iterations per sample so that the timer's uncertainty is at most TIMER_SHARE of it; 0 if that takes too many."""
+    if typical_s <= 0:
+        return LARGEST_BATCH
+    needed = math.ceil(uncertainty_s / (TIMER_SHARE * typical_s))
+    return needed if needed <= LARGEST_BATCH else 0
+
+
 @dataclass(slots=True)
 class _Session:
     """What is known of one point so far, on one rank (latencies on rank 0 only)."""
@@ -107,6 +117,8 @@ class _Session:
     point: Point
     buffers: list[Buffers] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    native: list[Any] = field(default_factory=list)  # the same, bound in compiled code, where loop is native
+    backend: Backend | None = None  # whose counter native calls are added to
     seed: int = 0
     visits: int = 0
     batch: int = 1
@@ -139,13 +151,14 @@ class _Session:
 class Meter:
     """Measures points on one group. Every rank makes one and calls the same methods in the same order.
 
+    ``coordinators``: policy name → the coordinator that dispatches by it.
     ``keep(point_id, first, starts, ends, valid)`` takes the raw samples on rank 0; ``tell(label, order)`` hears
     which point is being visited. ``clock_s`` is for tests.
     """
 
     def __init__(
         self,
-        coordinator: GroupCoordinator,
+        coordinators: Mapping[str, GroupCoordinator],
         team: Team,
         settings: Settings,
         *,
@@ -154,7 +167,7 @@ class Meter:
         tell: Callable[[str, int], None] | None = None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._coordinator = coordinator
+        self._coordinators = coordinators
         self._team = team
         self._settings = settings
         self._cache_bytes = cache_bytes
@@ -164,6 +177,9 @@ class Meter:
         self._started_s = clock_s()
         self.sync = "barrier" if team.oversubscribed and settings.sync == "window" else settings.sync
         self._gate = make_gate(self.sync, team)
+        self._window = self._gate if isinstance(self._gate, WindowGate | NativeGate) else None
+        if settings.skew_rank == team.rank and settings.skew_s:
+            self._gate = DelayedGate(self._gate, settings.skew_s)
         self._block = Block(CAPACITY)
         self._noise = noise_module.NoiseMeter()
         self._rng = np.random.default_rng(settings.seed)
@@ -171,18 +187,28 @@ class Meter:
 
     # ---- calibration ------------------------------------------------------------------------------------
 
-    def _empty_ns(self, n: int, batch: int) -> NDArray[np.int64]:
-        run_block([nothing], self._gate, n, self._block, batch)
+    def _timer_of(self, s: _Session) -> TimerFacts:
+        return self.native_timer if s.native and self.native_timer is not None else self.timer
+
+    def _empty_ns(self, n: int, batch: int, native: bool = False) -> NDArray[np.int64]:
+        """Durations of empty samples of all ranks, in nanoseconds."""
+        if native:
+            run_native_block([load().BoundCall.empty()], self._gate, n, self._block, batch)
+        else:
+            run_block([nothing], self._gate, n, self._block, batch)
         starts, ends, late = self._team.share(self._block.starts[:n], self._block.ends[:n], self._block.late[:n])
         self._last_starts, self._last_late = starts, late
         return (ends - starts).reshape(-1)
 
     def _calibrate(self) -> TimerFacts:
         """Resolution, empty-iteration cost and its spread, over all ranks (the same facts on every rank)."""
-        self._empty_ns(200, 1)
-        durations = self._empty_ns(1000, 1)
         resolution = float(self._team.gather_numbers(resolution_s()).max())
-        return timer_facts(durations, resolution)
+        self.native_timer: TimerFacts | None = None
+        if self._settings.loop == "native":
+            self._empty_ns(200, 1, native=True)
+            self.native_timer = timer_facts(self._empty_ns(1000, 1, native=True), resolution)
+        self._empty_ns(200, 1)
+        return timer_facts(self._empty_ns(1000, 1), resolution)
 
     def start_skew_s(self) -> tuple[float, float, float]:
         """Of the calibration's empty iterations: p50 and p99 of the distance between first and last start, and
@@ -250,9 +276,10 @@ class Meter:
         if s.visits == 0 and time_cap <= 0:
             s.status, s.reason = "skipped", f"the budget of {self._settings.budget_s:g} s was used up"
             return
-        with self._coordinator.forcing(None if s.point.backend == "auto" else s.point.backend):
+        coordinator = self._coordinators[s.point.policy]
+        with coordinator.forcing(None if s.point.backend == AUTO else s.point.backend):
             before = self._noise.snapshot()
-            counts = self._coordinator.call_counts()
+            counts = coordinator.call_counts()
             if s.visits == 0:
                 self._first_visit(s, time_cap)
             else:
@@ -262,7 +289,7 @@ class Meter:
             if s.progress is not None and s.progress.done and not s.status:
                 self._check(s, exact=False)
                 s.status = "ok"
-            for name, count in self._coordinator.call_counts().items():
+            for name, count in coordinator.call_counts().items():
                 s.calls_counted[name] = s.calls_counted.get(name, 0) + count - counts[name]
             s.noises.append(noise_module.between(before, self._noise.snapshot()))
 
@@ -282,13 +309,19 @@ class Meter:
         device = torch.device(self._settings.device)
         s.seed = (self._settings.seed << 20) + s.order
         s.buffers = [Buffers(point, self._team.rank, device) for _ in range(copies)]
-        s.calls = [b.call(self._coordinator) for b in s.buffers]
+        coordinator = self._coordinators[point.policy]
+        s.calls = [b.call(coordinator) for b in s.buffers]
         s.delta_ns = smallest_delta_ns(self._team.size)
         try:
-            s.decision = json.dumps(self._coordinator.decide(s.buffers[0].signature(self._coordinator)).to_dict())
+            decision = coordinator.decide(s.buffers[0].signature(coordinator))
         except BackendUnavailable as error:  # the same on all ranks: decisions depend on the call alone
             s.status, s.reason = "skipped", error.reason
             return
+        s.decision = json.dumps(decision.to_dict())
+        if self._settings.loop == "native":
+            s.backend = coordinator.backend(decision.picked)
+            bound = [b.native_call(s.backend) for b in s.buffers]
+            s.native = [] if None in bound else bound
         for extra in s.buffers[1:]:
             extra.refill(s.seed, exact=True)
         self._check(s, exact=True)
@@ -316,10 +349,14 @@ class Meter:
     def _take(self, s: _Session, n: int, keep: bool = True) -> Samples:
         """Take n samples on all ranks and see them over all ranks."""
         block, gate = self._block, self._gate
-        if isinstance(gate, WindowGate):
-            gate.delta_ns = s.delta_ns
+        if self.sync == "window" and self._window is not None:
+            self._window.delta_ns = s.delta_ns
         started = self._clock_s()
-        run_block(s.calls, gate, n, block, s.batch)
+        if s.native and s.backend is not None:
+            run_native_block(s.native, gate, n, block, s.batch)
+            s.backend.calls += n * s.batch
+        else:
+            run_block(s.calls, gate, n, block, s.batch)
         s.each_s = (self._clock_s() - started) / n
         s.calls_made += n * s.batch
         starts, ends, late = self._team.share(block.starts[:n], block.ends[:n], block.late[:n])
@@ -330,7 +367,7 @@ class Meter:
             synchronising=COLLECTIVES[s.point.collective].synchronising,
             sync=self.sync,
             batch=s.batch,
-            overhead_s=s.overhead_s if s.batch > 1 else self.timer.overhead_s,
+            overhead_s=s.overhead_s if s.batch > 1 else self._timer_of(s).overhead_s,
         )
         s.delta_ns = adapted_delta_ns(s.delta_ns, float(1 - samples.valid.mean()), self._team.size)
         if keep and self._team.rank == 0:
@@ -367,26 +404,19 @@ class Meter:
         s.steady = agreed >= 2
         series = np.concatenate(seen)
         typical = float(np.median(series[len(series) // 2 :]))
-        batch, _ = self._team.from_first(self._batch_for(typical), 0)
+        (batch,) = self._team.from_first(batch_for(self._timer_of(s).uncertainty_s, typical))
         if batch == 0:
             s.status = "refused"
             s.reason = (
-                f"the timer leaves {self.timer.uncertainty_s * 1e9:.0f} ns uncertain, and batches of {LARGEST_BATCH} "
+                f"the timer leaves {self._timer_of(s).uncertainty_s * 1e9:.0f} ns uncertain, and batches of {LARGEST_BATCH} "
                 f"iterations cannot bring that under {TIMER_SHARE:.0%} of the latency"
             )
             return
         if batch > 1:
             s.batch = batch
-            durations = self._empty_ns(200, batch)
+            durations = self._empty_ns(200, batch, native=bool(s.native))
             s.overhead_s = timer_facts(durations, self.timer.resolution_s).overhead_s
         (s.block_n,) = self._team.from_first(max(2, min(CAPACITY, int(VISIT_S / (s.each_s * s.batch)))))
-
-    def _batch_for(self, typical_s: float) -> int:
-        """Iterations per sample so that the timer's uncertainty is at most TIMER_SHARE of it; 0 if impossible."""
-        if typical_s <= 0:
-            return LARGEST_BATCH
-        needed = math.ceil(self.timer.uncertainty_s / (TIMER_SHARE * typical_s))
-        return needed if needed <= LARGEST_BATCH else 0
 
     def _sample(self, s: _Session, time_cap: float) -> None:
         """One visit's block, then rank 0's look at the interval."""
@@ -434,9 +464,12 @@ class Meter:
             elif wrong:
                 status = "wrong"
                 reasons.append(f"{wrong} elements are wrong, the largest error is {max(errors):.3g}")
-            elif s.point.backend != "auto" and picked != s.point.backend:
+            elif s.point.backend != AUTO and picked != s.point.backend:
                 status = "failed"
                 reasons.append(f"{s.point.backend} was asked for by name, but {picked or 'nothing'} was taken")
+            elif self._team.rank == 0 and not len(s.all_latencies()):
+                status = "unsteady"
+                reasons.append(f"all {s.n_invalid} time windows were missed: something else keeps the ranks' cores busy")
             elif self._team.rank == 0 and not s.steady and not is_steady(s.all_latencies()):
                 # too few or too restless warm-up iterations prove nothing: the samples themselves may
                 status = "unsteady"
@@ -447,10 +480,10 @@ class Meter:
         values: Row = {
             "order": s.order,
             "backend_picked": picked,
-            "provider": "" if not picked or "+" in picked else self._coordinator.provider(picked),
+            "provider": "" if not picked or "+" in picked else self._coordinators[s.point.policy].provider(picked),
             "decision": s.decision,
             "sync": self.sync,
-            "loop": "python",
+            "loop": "native" if s.native else "python",
             "timing": "batched" if s.batch > 1 else "single",
             "oversubscribed": self._team.oversubscribed,
             "shared_device": False,

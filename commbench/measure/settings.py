@@ -9,8 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """target_ci: relative half-width of the median's interval to stop at. max_time_per_point_s: sampling and
-    warm-up time of one point in one launch. budget_s: time for all points of one launch (None: no limit). sync: how
+    """How every point of a launch is measured.
+
+    target_ci: relative half-width of the median's interval to stop at. max_time_per_point_s: sampling and
+    warm-up time of one point in one launch. loop: python, or native where the backend can be called from compiled
+    code. skew_rank starts every iteration late by skew_s (None: no rank does). budget_s: time for all points of one launch (None: no limit). sync: how
     iterations start (gate.SYNCS). device: cpu or cuda. backends: those to set up beside the policy's.
     """
 
@@ -20,7 +23,9 @@ class Settings:
     budget_s: float | None = None
     sync: str = "window"
     device: str = "cpu"
-    policy: str = "commbench"
+    loop: str = "python"
+    skew_rank: int | None = None
+    skew_s: float = 0.0
     backends: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ interpreter's own fences.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import secrets
@@ -35,6 +36,15 @@ class Objects(Protocol):
     """Set-up traffic among the ranks; the worker gives one over its process group."""
 
     def all_gather(self, value: Any) -> list[Any]: ...
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // 128) * 128
+
+
+def _gate_bytes(size: int) -> int:
+    """Room for the native start gate: two cache lines for the head and for each rank."""
+    return 128 * (size + 1)
 
 
 class PointFailed(CommbenchError):
@@ -67,14 +77,16 @@ class Team:
         self._control = self._deadline + self._line
         self._failed = self._control + _WORDS
         self._messages = self._failed + self._line
-        self._samples = self._messages + size * TEXT_BYTES // 8
+        self._gate = _aligned(self._messages * 8 + size * TEXT_BYTES)
+        self._samples = (self._gate + _gate_bytes(size)) // 8
         self._epoch = 0
         self._recoveries = 0
         self._others = [r * self._line for r in range(size) if r != rank]
 
     @staticmethod
     def page_bytes(size: int) -> int:
-        return (size * _LINE + _LINE + _WORDS * 8 + _LINE + size * TEXT_BYTES) + size * CAPACITY * 17
+        words = size * _LINE + _LINE + _WORDS * 8 + _LINE
+        return _aligned(words + size * TEXT_BYTES) + _gate_bytes(size) + size * CAPACITY * 17
 
     @classmethod
     def form(cls, rank: int, size: int, objects: Objects, oversubscribed: bool) -> Team:
@@ -110,6 +122,14 @@ class Team:
                 raise CommbenchError(f"rank {other}: {text}")
         assert page is not None  # no answer had a problem
         return cls(rank, size, page, [pid for _, pid in answers], oversubscribed)
+
+    @property
+    def gate_bytes(self) -> int:
+        return _gate_bytes(self.size)
+
+    def gate_address(self) -> int:
+        """Where the native start gate's own part of the page begins, in this process."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._page, self._gate))
 
     def close(self) -> None:
         self._words.release()
