@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from commbench.backends.base import Group
 from commbench.coordinator.group import GroupCoordinator
+from commbench.coordinator.setup import backends_of
 from commbench.coordinator.world import local_platform, world_group
 from commbench.harness.launch import PROGRESS
 from commbench.harness.order import shuffled
@@ -85,9 +86,11 @@ def main(directory: Path, launch: int) -> None:
         device = torch.device(settings.device, int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     group: Group = world_group(device, COLLECTIVE_TIMEOUT)
-    coordinator = GroupCoordinator(
-        group, load_policy(settings.policy), local_platform(device), backends=settings.backends
-    )
+    policies = {name: load_policy(name) for name in sorted({p.policy for p in plan.points})}
+    # every policy finds its backends set up
+    backends = [*settings.backends, *(b for p in policies.values() for b in backends_of(p, settings.device))]
+    first = next(iter(policies.values()), None) or load_policy(settings.policy)
+    coordinator = GroupCoordinator(group, first, local_platform(device), backends=backends)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     team = Team.form(rank, size, Objects(group.cpu_group), oversubscribed=size > cores)
 
@@ -103,6 +106,7 @@ def main(directory: Path, launch: int) -> None:
         cache_bytes=last_level_cache_bytes(),
         keep=samples.append if rank == 0 else None,
         tell=(lambda label, order: teller.tell("visit", label=label, order=order)) if rank == 0 else None,
+        policies=policies,
     )
     if rank == 0:
         p50, p99, missed = meter.start_skew_s()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from commbench.measure.loop import Block, Call, nothing, run_block
 from commbench.measure.settings import Settings
 from commbench.measure.stopping import FEWEST_VISITS, Progress, StoppingRule
 from commbench.measure.team import CAPACITY, PointFailed, Team
+from commbench.policy import Policy
 from commbench.statistics import Array, is_steady, median_interval, quantile
 from commbench.types import COLLECTIVES, Point
 
@@ -140,7 +141,8 @@ class Meter:
     """Measures points on one group. Every rank makes one and calls the same methods in the same order.
 
     ``keep(point_id, first, starts, ends, valid)`` takes the raw samples on rank 0; ``tell(label, order)`` hears
-    which point is being visited. ``clock_s`` is for tests.
+    which point is being visited. ``policies``: those that points name, by that name; without it the coordinator's own
+    picks for all. ``clock_s`` is for tests.
     """
 
     def __init__(
@@ -153,8 +155,10 @@ class Meter:
         keep: Callable[..., None] | None = None,
         tell: Callable[[str, int], None] | None = None,
         clock_s: Callable[[], float] = time.monotonic,
+        policies: Mapping[str, Policy] | None = None,
     ) -> None:
         self._coordinator = coordinator
+        self._policies = policies or {}
         self._team = team
         self._settings = settings
         self._cache_bytes = cache_bytes
@@ -250,7 +254,10 @@ class Meter:
         if s.visits == 0 and time_cap <= 0:
             s.status, s.reason = "skipped", f"the budget of {self._settings.budget_s:g} s was used up"
             return
-        with self._coordinator.forcing(None if s.point.backend == "auto" else s.point.backend):
+        point = s.point
+        policy = self._policies.get(point.policy, self._coordinator.policy)
+        forced = None if point.backend == "auto" else point.backend
+        with self._coordinator.under(policy), self._coordinator.forcing(forced):
             before = self._noise.snapshot()
             counts = self._coordinator.call_counts()
             if s.visits == 0:
