@@ -182,10 +182,13 @@ def _join_reasons(frame: pd.DataFrame, merged: pd.DataFrame) -> None:
             joined[str(point_id)] = reasons[-1]
             continue
         mild = group["status"].isin(MILD).to_numpy()
+        faults: dict[str, list[str]] = {}
+        for launch, reason, m in zip(group["launch"], reasons, mild, strict=True):
+            if not m:
+                faults.setdefault(reason, []).append(str(launch))
         parts = [
-            f"launch {launch} of {total}: {reason}"
-            for launch, reason, m in zip(group["launch"], reasons, mild, strict=True)
-            if not m
+            reason if len(own) == total else f"launch {', '.join(own)} of {total}: {reason}"
+            for reason, own in faults.items()
         ]
         for text, places in common_texts(r for r, m in zip(reasons, mild, strict=True) if m).items():
             parts.append(text if len(places) == total else f"in {len(places)} of {total} launches: {text}")

@@ -164,6 +164,12 @@ class Backend(ABC):
         """
         return None
 
+    def split_at(self, size_bytes: int) -> None:  # noqa: B027 - optional: most backends have one kernel
+        """Take the kernel for small messages up to and including that size, the other one above.
+
+        Called alike on all ranks, between collectives.
+        """
+
     def close(self) -> None:  # noqa: B027 - optional: a backend without resources has nothing to release
         """Release what it holds; called once, by every rank of a living group."""
 

@@ -84,7 +84,7 @@ def command(
     commbench explain --policy vllm-0.33 --gpu b200 --range 8:256MiB
     commbench explain --batch calls.csv.gz --policy sglang-0.5.10 --out answers.csv
 
-    ✓ takes the call, ✗ declines it, · stands behind the one that took it.
+    ✓ takes the call, ✗ declines it, ! raises, · stands behind the one that took it.
     """
     policy = load_policy(policy_name)
     if batch is not None:

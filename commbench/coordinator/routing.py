@@ -101,8 +101,8 @@ class Router:
         self._mode = "eager"
         self._forced: str | None = None
         self._check_calls = check_calls and self.world_size > 1
-        self._routes_by_force: dict[str | None, dict[tuple[Any, ...], Route]] = {}
-        self._force(None)
+        self._routes_by_force: dict[tuple[Policy, str | None], dict[tuple[Any, ...], Route]] = {}
+        self._follow(policy)
         self._closed = False
         self._own_calls: Counter[str] = Counter()
 
@@ -148,9 +148,31 @@ class Router:
 
     def _force(self, backend: str | None) -> None:
         self._forced = backend
-        if backend not in self._routes_by_force:
-            self._routes_by_force[backend] = _Undecided() if self._check_calls else {}
-        self._routes = self._routes_by_force[backend]
+        key = (self.policy, backend)
+        if key not in self._routes_by_force:
+            self._routes_by_force[key] = _Undecided() if self._check_calls else {}
+        self._routes = self._routes_by_force[key]
+
+    @contextmanager
+    def under(self, policy: Policy) -> Iterator[None]:
+        """Inside, this policy picks among the backends that are set up. The previous one comes back whatever happens.
+
+        All ranks enter and leave together, between collectives.
+        """
+        before = self.policy
+        self._follow(policy)
+        try:
+            yield
+        finally:
+            self._follow(before)
+
+    def _follow(self, policy: Policy) -> None:
+        """Take this policy's picks, and its sizes at which a backend changes its kernel."""
+        for name, size_bytes in policy.bind(self.platform).splits().items():
+            if name in self._set.ready:
+                self._set.ready[name].split_at(size_bytes)
+        self.policy = policy
+        self._force(self._forced)
 
     # ---- decisions ----------------------------------------------------------------------------------
 

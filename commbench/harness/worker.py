@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from commbench.backends.base import Group
 from commbench.coordinator.group import GroupCoordinator
+from commbench.coordinator.setup import backends_of
 from commbench.coordinator.world import local_platform, world_group
 from commbench.harness.launch import PROGRESS
 from commbench.harness.order import shuffled
@@ -85,11 +86,11 @@ def main(directory: Path, launch: int) -> None:
         device = torch.device(settings.device, int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     group: Group = world_group(device, COLLECTIVE_TIMEOUT)
-    platform = local_platform(device)
-    coordinators = {
-        name: GroupCoordinator(group, load_policy(name), platform, backends=settings.backends)
-        for name in sorted({point.policy for point in plan.points})
-    }
+    policies = {name: load_policy(name) for name in sorted({p.policy for p in plan.points})}
+    # every policy finds its backends set up
+    backends = [*settings.backends, *(b for p in policies.values() for b in backends_of(p, settings.device))]
+    first = next(iter(policies.values()), None) or load_policy(settings.policy)
+    coordinator = GroupCoordinator(group, first, local_platform(device), backends=backends)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     team = Team.form(rank, size, Objects(group.cpu_group), oversubscribed=size > cores)
 
@@ -99,18 +100,19 @@ def main(directory: Path, launch: int) -> None:
         samples, log, teller = SampleLog(directory, launch), PointLog(directory), Teller(directory, launch)
     team.barrier()
     meter = Meter(
-        coordinators,
+        coordinator,
         team,
         settings,
         cache_bytes=last_level_cache_bytes(),
         keep=samples.append if rank == 0 else None,
         tell=(lambda label, order: teller.tell("visit", label=label, order=order)) if rank == 0 else None,
+        policies=policies,
     )
     if rank == 0:
         p50, p99, missed = meter.start_skew_s()
         teller.tell(
             "ready",
-            usable={name: coordinator.usable for name, coordinator in coordinators.items()},
+            usable=coordinator.usable,
             timer={
                 "resolution_s": meter.timer.resolution_s,
                 "overhead_s": meter.timer.overhead_s,
@@ -135,8 +137,7 @@ def main(directory: Path, launch: int) -> None:
         teller.tell("canaries", when="end", **canaries)
         teller.tell("done")
     team.barrier()
-    for coordinator in coordinators.values():
-        coordinator.destroy()
+    coordinator.destroy()
     team.close()
     dist.destroy_process_group()
 

@@ -353,7 +353,7 @@ def _other_threshold(by_rank: Sequence[Noise]) -> float:
 
 
 def combine(blocks: Sequence[Noise]) -> Noise:
-    """One rank's noise over several blocks: times and counts added, shares weighted by time, the largest frequency change.
+    """One rank's noise over several blocks: sums of times and counts, shares weighted by time, the largest change.
 
     A counter that any block lacks is None. Raises ValueError if ``blocks`` is empty.
     """

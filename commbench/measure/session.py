@@ -30,6 +30,7 @@ from commbench.measure.settings import Settings
 from commbench.measure.stopping import FEWEST_VISITS, Progress, StoppingRule
 from commbench.measure.team import CAPACITY, PointFailed, Team
 from commbench.native import load
+from commbench.policy import Policy
 from commbench.statistics import Array, is_steady, median_interval, quantile
 from commbench.types import AUTO, COLLECTIVES, Point
 
@@ -151,14 +152,14 @@ class _Session:
 class Meter:
     """Measures points on one group. Every rank makes one and calls the same methods in the same order.
 
-    ``coordinators``: policy name → the coordinator that dispatches by it.
     ``keep(point_id, first, starts, ends, valid)`` takes the raw samples on rank 0; ``tell(label, order)`` hears
-    which point is being visited. ``clock_s`` is for tests.
+    which point is being visited. ``policies``: those that points name, by that name; without it the coordinator's own
+    picks for all. ``clock_s`` is for tests.
     """
 
     def __init__(
         self,
-        coordinators: Mapping[str, GroupCoordinator],
+        coordinator: GroupCoordinator,
         team: Team,
         settings: Settings,
         *,
@@ -166,8 +167,10 @@ class Meter:
         keep: Callable[..., None] | None = None,
         tell: Callable[[str, int], None] | None = None,
         clock_s: Callable[[], float] = time.monotonic,
+        policies: Mapping[str, Policy] | None = None,
     ) -> None:
-        self._coordinators = coordinators
+        self._coordinator = coordinator
+        self._policies = policies or {}
         self._team = team
         self._settings = settings
         self._cache_bytes = cache_bytes
@@ -276,10 +279,12 @@ class Meter:
         if s.visits == 0 and time_cap <= 0:
             s.status, s.reason = "skipped", f"the budget of {self._settings.budget_s:g} s was used up"
             return
-        coordinator = self._coordinators[s.point.policy]
-        with coordinator.forcing(None if s.point.backend == AUTO else s.point.backend):
+        point = s.point
+        policy = self._policies.get(point.policy, self._coordinator.policy)
+        forced = None if point.backend == AUTO else point.backend
+        with self._coordinator.under(policy), self._coordinator.forcing(forced):
             before = self._noise.snapshot()
-            counts = coordinator.call_counts()
+            counts = self._coordinator.call_counts()
             if s.visits == 0:
                 self._first_visit(s, time_cap)
             else:
@@ -289,7 +294,7 @@ class Meter:
             if s.progress is not None and s.progress.done and not s.status:
                 self._check(s, exact=False)
                 s.status = "ok"
-            for name, count in coordinator.call_counts().items():
+            for name, count in self._coordinator.call_counts().items():
                 s.calls_counted[name] = s.calls_counted.get(name, 0) + count - counts[name]
             s.noises.append(noise_module.between(before, self._noise.snapshot()))
 
@@ -309,7 +314,7 @@ class Meter:
         device = torch.device(self._settings.device)
         s.seed = (self._settings.seed << 20) + s.order
         s.buffers = [Buffers(point, self._team.rank, device) for _ in range(copies)]
-        coordinator = self._coordinators[point.policy]
+        coordinator = self._coordinator
         s.calls = [b.call(coordinator) for b in s.buffers]
         s.delta_ns = smallest_delta_ns(self._team.size)
         try:
@@ -480,7 +485,7 @@ class Meter:
         values: Row = {
             "order": s.order,
             "backend_picked": picked,
-            "provider": "" if not picked or "+" in picked else self._coordinators[s.point.policy].provider(picked),
+            "provider": "" if not picked or "+" in picked else self._coordinator.provider(picked),
             "decision": s.decision,
             "sync": self.sync,
             "loop": "native" if s.native else "python",

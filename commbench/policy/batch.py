@@ -193,10 +193,11 @@ def answer(policy: Policy, rows: Iterable[Mapping[str, str]], columns: Iterable[
 
 def open_text(path: Path, mode: str = "r") -> IO[str]:
     """A text file, compressed if its name ends in .gz. Raises UsageError where it cannot be opened."""
+    encoding = "utf-8-sig" if mode == "r" else "utf-8"  # spreadsheets write a mark before the first column's name
     try:
         if path.suffix == ".gz":
-            return gzip.open(path, f"{mode}t", encoding="utf-8", newline="")  # type: ignore[return-value]
-        return path.open(mode, encoding="utf-8", newline="")
+            return gzip.open(path, f"{mode}t", encoding=encoding, newline="")  # type: ignore[return-value]
+        return path.open(mode, encoding=encoding, newline="")
     except OSError as error:
         raise UsageError(f"cannot open {path}: {error.strerror or error}") from error
 

@@ -211,20 +211,19 @@ def _shadowed(bound: Bound, call: CallSignature, intervals: Sequence[Interval], 
         ahead = [i for i in intervals if bound.refusal(route.name, sized(call, i.first)) is None]
         if any(bound.refusal(route.name, sized(call, s)) is None for s in sizes):
             by = " and ".join(dict.fromkeys(_label(i) for i in ahead))
-            yield _Note("shadowed", f"{{}} came up and never taken: {by} ahead takes every size", route.name, place)
+            yield _Note("shadowed", f"{{}} came up and never taken: every size goes to {by} first", route.name, place)
 
 
 def _hidden_part(bound: Bound, route: Route, call: CallSignature, intervals: Sequence[Interval]) -> str:
     """The sizes from a route's own minimum up that another one takes first, in words; "" if none."""
-    own = min(
-        (t.size_bytes for t in bound.thresholds(call.mode) if t.route == route.name and t.strictness == ">="), default=0
-    )
+    starts = [t.size_bytes for t in bound.thresholds(call.mode) if t.route == route.name and t.strictness == ">="]
+    own = min((size for size in starts if size >= SMALLEST and size % SMALLEST == 0), default=0)
     first = next(i for i in intervals if i.verdict.route is route)
     if not own or own >= first.first or bound.refusal(route.name, sized(call, own)) is not None:
         return ""
     before = next(i for i in intervals if i.first <= own <= i.last)
-    up_to = size_words(first.first)
-    return f"{route.name} would start at {size_words(own)}; {_label(before)} ahead takes the sizes up to {up_to}"
+    below = size_words(first.first)
+    return f"{route.name} would start at {size_words(own)}; {_label(before)} ahead takes the sizes below {below}"
 
 
 def _label(interval: Interval) -> str:

@@ -21,6 +21,7 @@ from commbench.policy.model import (
     PolicyData,
     Reference,
     Route,
+    Split,
     Variable,
     table_facts,
 )
@@ -309,17 +310,26 @@ class Bound:
 
     def kernel(self, backend: str, size_bytes: int) -> str:
         """The backend that, asked for by name, runs the kernel that ``backend`` runs for a tensor of that size: itself,
-        unless its route has splits that name the backends on either side."""
+        unless its route has a split that names the backends on either side."""
+        for route, split, last in self._splits():
+            if route.backend == backend:
+                return (split.below if size_bytes <= last else split.above) or backend
+        return backend
+
+    def splits(self) -> dict[str, int]:
+        """Backend → the largest size of its kernel for small messages, where a route's split says so."""
+        return {route.backend: last for route, _, last in self._splits()}
+
+    def _splits(self) -> list[tuple[Route, Split, int]]:
+        """The splits between two named kernels, each with the largest size of the lower one; one to a backend."""
+        found: dict[str, tuple[Route, Split, int]] = {}
         for route in self.order:
-            if route.backend != backend:
-                continue
             for split in route.splits:
                 at = self._resolver.resolve(split.at)
-                if isinstance(at, int):
-                    low = size_bytes < at if split.edge in (Edge.BELOW, Edge.AT_LEAST) else size_bytes <= at
-                    backend = (split.below if low else split.above) or backend
-            break
-        return backend
+                if isinstance(at, int) and split.below and split.above:
+                    last = at - 1 if split.edge in (Edge.BELOW, Edge.AT_LEAST) else at
+                    found.setdefault(route.backend, (route, split, last))
+        return list(found.values())
 
     # -- inside -------------------------------------------------------------------------------
 

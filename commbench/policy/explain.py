@@ -12,13 +12,13 @@ from commbench.policy.model import Fault, Route
 from commbench.types import CallSignature, Platform
 from commbench.units import format_size
 
-TAKEN, DECLINED, NOT_ASKED, ABSENT = "taken", "declined", "not asked", "absent"
+TAKEN, DECLINED, NOT_ASKED, ABSENT, RAISES = "taken", "declined", "not asked", "absent", "raises"
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What one route of the order says. answer: taken, declined, not asked (a route ahead took the call; reason then
-    says what it would have answered), or absent (it is for another device)."""
+    """What one route of the order says. answer: taken, declined, raises (the engine's fault strikes there), not asked
+    (a route ahead ended it; reason then says what it would have answered), or absent (it is for another device)."""
 
     route: Route
     answer: str
@@ -84,7 +84,7 @@ class Explanation:
         """The lines that ``commbench explain`` prints."""
         out = [*header(self.policy, self.platform, self.place), f"call      {describe_call(self.call)}", ""]
         width = max((len(x.route.name) for x in self.lines if x.answer != ABSENT), default=0)
-        marks = {TAKEN: "✓", DECLINED: "✗", NOT_ASKED: "·"}
+        marks = {TAKEN: "✓", DECLINED: "✗", NOT_ASKED: "·", RAISES: "!"}
         for x in self.lines:
             if x.answer != ABSENT:
                 out.append(f"  {marks[x.answer]} {x.route.name:<{width}}  {x.reason}")
@@ -92,6 +92,8 @@ class Explanation:
         if absent:
             out.append(f"    not for {self.platform.device}: {', '.join(absent)}")
         out += ["", f"picked    {picked_words(self.verdict)}"]
+        if self.platform.world_size == 1:
+            out.append("note      with one rank there is nothing to reduce: no backend is asked, the input comes back")
         out += self._distance()
         out += fault_lines(self.verdict.faults)
         return out
@@ -153,6 +155,8 @@ def _lines(bound: Bound, call: CallSignature, verdict: Verdict) -> list[Line]:
             lines.append(Line(route, TAKEN, verdict.reason))
         elif route.name in declined:
             lines.append(Line(route, DECLINED, declined[route.name]))
+        elif verdict.route is None and verdict.faults and verdict.faults[0].route == route.name:
+            lines.append(Line(route, RAISES, f"raises {verdict.raises}"))
         else:
             reason = bound.refusal(route.name, call)
             said = "not asked; it would take the call too" if reason is None else f"not asked; {reason}"

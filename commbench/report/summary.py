@@ -220,7 +220,7 @@ class Summary:
 
     @property
     def verdict(self) -> str:
-        """One line: ``96 points: all ok``, ``24 points: 23 ok, 1 wrong; 4 of 28 planned not measured``, and how it ended."""
+        """One line: ``24 points: 23 ok, 1 wrong; 4 of 28 planned not measured``, and how the run ended if not well."""
         total = len(self.points)
         noun = "point" if total == 1 else "points"
         if not total:

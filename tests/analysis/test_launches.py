@@ -127,6 +127,13 @@ def test_a_point_that_is_wrong_in_one_launch_is_wrong_and_says_in_which() -> Non
     assert point["reason"] == "launch 1 of 3: 2 elements differ"
 
 
+def test_a_fault_of_every_launch_is_told_once() -> None:
+    fault = {"status": "failed", "reason": "rank 1 died"}
+    assert merged(fault, fault)["reason"] == "rank 1 died"
+    other = {"status": "failed", "reason": "rank 0 died"}
+    assert merged(fault, fault, other)["reason"] == "launch 0, 1 of 3: rank 1 died; launch 2 of 3: rank 0 died"
+
+
 def test_figures_come_from_the_launches_that_are_ok() -> None:
     point = merged({"latency_median_s": 1e-6}, {"latency_median_s": 9e-6, "status": "unsteady", "reason": "drift"})
     assert (point["status"], point["latency_median_s"], point["launches_used"]) == ("unsteady", 1e-6, 1)

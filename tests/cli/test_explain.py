@@ -61,6 +61,22 @@ def test_a_machine_that_the_engine_would_not_speed_up_is_answered_as_the_engine_
     assert "ca_v1       world size 3 is not one of 2, 4, 6, 8" in out
 
 
+def test_one_rank_needs_no_backend_and_that_is_said(commbench: Run) -> None:
+    assert "no backend is asked, the input comes back" in commbench("explain", "--tp", "1")[1]
+
+
+def test_a_route_whose_kernel_dispatch_raises_is_marked(commbench: Run) -> None:
+    out = commbench("explain", "--policy", "vllm-0.33", "--size", "1MiB", "--layout", "dense_t")[1]
+    assert "! symm_mem    raises RuntimeError" in out
+    assert "picked    nothing: the engine raises RuntimeError" in out
+
+
+def test_a_collective_without_thresholds_takes_one_backend_for_every_size(commbench: Run) -> None:
+    out = commbench("explain", "--collective", "all_gather", "--gpu", "cpu", "--tp", "2")[1]
+    assert "call      all_gather of bfloat16" in out
+    assert "next      no size takes anything else" in out
+
+
 @pytest.mark.parametrize(
     ("flags", "place"),
     [

@@ -9,7 +9,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +94,12 @@ def test_ranks_add_what_only_torch_knows() -> None:
 def test_it_takes_less_than_a_tenth_of_a_second_without_gpus(tools: Any) -> None:
     tools("nvidia-smi", "#!/bin/sh\nexit 9\n")
     fingerprint("cpu")  # warm disk
+    # CPU time, the tools' included: unlike the wall clock it does not count what else the machine does.
     times_s = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = os.times()
         fingerprint("cpu")
-        times_s.append(time.perf_counter() - start)
+        times_s.append(sum(os.times()[:4]) - sum(start[:4]))
     assert min(times_s) < 0.1
 
 

@@ -40,6 +40,10 @@ def test_a_compressed_file_is_read_too(tmp_path: Path) -> None:
     assert ask(tmp_path, f"{HEADER}\n{ROW}\n", name="in.csv.gz")[0]["picked"] == "ca"
 
 
+def test_a_byte_order_mark_and_foreign_line_ends_do_no_harm(tmp_path: Path) -> None:
+    assert ask(tmp_path, f"\ufeff{HEADER}\r\n{ROW}\r\n")[0]["picked"] == "ca"
+
+
 def test_the_answers_in_a_recorded_file_are_not_read(tmp_path: Path) -> None:
     rows = ask(tmp_path, f"{HEADER},enabled,picked,kernel\n{ROW},qr,qr,qr\n")
     assert rows[0]["picked"] == "ca"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from commbench.policy import load_policy
+from commbench.policy import list_policies, load_policy
 from commbench.policy.check import Finding, check, scenes
 
 
@@ -33,7 +33,7 @@ def test_vllms_nccl_symmetric_memory_wins_loses_and_wins_again() -> None:
 
 
 def test_custom_all_reduce_of_0_5_3_hides_quick_all_reduce_and_that_of_0_5_2rc2_does_not() -> None:
-    assert "qr would start at 1 MiB; ca ahead takes the sizes up to 16 MiB" in told(
+    assert "qr would start at 1 MiB; ca ahead takes the sizes below 16 MiB" in told(
         findings("sglang-0.5.3", "mi300x", 4), "shadowed"
     )
     assert "qr would start" not in told(findings("sglang-0.5.2rc2", "mi300x", 4), "shadowed")
@@ -52,6 +52,12 @@ def test_results_that_are_silently_wrong_come_first(name: str, serious: int) -> 
     assert [f.serious for f in found].count(True) == serious
     assert found[0].serious is bool(serious)
     assert ("UNREDUCED" in found[0].what) is bool(serious)
+
+
+@pytest.mark.parametrize("name", list_policies())
+@pytest.mark.parametrize("gpu", ["b200", "rtx5090", "mi300x", "cpu"])
+def test_every_shipped_policy_can_be_checked(name: str, gpu: str) -> None:
+    assert all(f.what and "{" not in f.what for f in findings(name, gpu, 2, 8))
 
 
 def test_commbench_has_no_dead_zone_no_exclusive_cap_and_no_fault() -> None:

@@ -188,7 +188,7 @@ def test_the_json_document_is_plain_complete_and_in_units_by_name(build_run: Bui
     document = json.loads(json.dumps(to_json(open_run(path)), allow_nan=False))
     assert document["counts"] == {"ok": 2, "failed": 1}
     assert document["problems"] == [
-        {"status": "failed", "reason": "launch 0 of 2: boom; launch 1 of 2: boom", "points": [points[0].label()],
+        {"status": "failed", "reason": "boom", "points": [points[0].label()],
          "point_ids": [points[0].point_id]}
     ]  # fmt: skip
     assert (document["host"], document["launches"], document["good"]) == ("testhost", 2, False)

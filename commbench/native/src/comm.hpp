@@ -263,7 +263,7 @@ class Comm {
   // An output that, with everybody's arrays, does not fit the last-level cache is written past the caches: its lines
   // need not be read first. In place they have just been read.
   const size_t stream_min_;
-  std::array<StoreChooser, 6> choosers_;  // 8 KiB, 16 KiB, … 256 KiB and more
+  std::array<StoreChooser, 5> choosers_;  // 16 KiB, 32 KiB, … 256 KiB and more
   std::vector<unsigned char> scratch_;
   const Kernels& k_;
 

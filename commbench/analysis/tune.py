@@ -1,0 +1,562 @@
+"""From measured points to thresholds: winner intervals per collective, dtype, world size, mode and cache.
+
+Forced points say how fast each backend is; points that asked for ``auto`` say what today's policy takes. A change of
+today's policy must earn its place: see ``Rules``. docs/tuning.md describes the method.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commbench.analysis.launches import t_quantile
+from commbench.analysis.segments import (
+    Array,
+    Crossover,
+    Estimate,
+    crossover,
+    estimate_over_launches,
+    octave_weights,
+    runs,
+    segment,
+    typical,
+)
+from commbench.errors import UsageError
+from commbench.statistics import CONFIDENCE
+from commbench.types import AUTO, COLLECTIVES
+from commbench.units import format_size
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CELL_COLUMNS = ("collective", "op", "dtype", "world_size", "mode", "cache", "layout", "placement", "group")
+ROUND_WITHIN_OCTAVES = 1 / 16  # a threshold may move so far from its estimate to become a round number
+
+# (collective, dtype, world size, backend, size in bytes of the total array) → the backend that, forced, is that kernel
+KernelOf = Callable[[str, str, int, str, int], str]
+
+
+def same_name(collective: str, dtype: str, world_size: int, backend: str, size_bytes: int) -> str:
+    """The KernelOf of backends that have one kernel each."""
+    return backend
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """When a change of today's policy is made. All are ratios minus one; intervals are one-sided.
+
+    keep_within: gains up to this are no reason to change (hysteresis). least_gain: what the lower bound of the gain
+    must exceed. error_rate: of making any change in a cell where nothing is faster; shared by the changes that are
+    looked at (Bonferroni).
+    """
+
+    keep_within: float = 0.02
+    least_gain: float = 0.01
+    error_rate: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What one table of winner intervals is for: everything about a point but size, backend and policy."""
+
+    collective: str
+    op: str
+    dtype: str
+    world_size: int
+    mode: str = "eager"
+    cache: str = "hot"
+    layout: str = "contiguous"
+    placement: str = "in"
+    group: str = "world"
+
+    @property
+    def title(self) -> str:
+        """In words, with what is unusual only."""
+        parts = [self.collective]
+        if self.op not in ("", "sum"):
+            parts.append(self.op)
+        parts += [self.dtype, f"{self.world_size} ranks"]
+        parts += [
+            v for v, usual in ((self.mode, "eager"), (self.cache, "hot"), (self.layout, "contiguous")) if v != usual
+        ]
+        if self.placement != COLLECTIVES[self.collective].placements[0]:
+            parts.append(f"{self.placement}-place")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """One cell's measurements. logs: (backends, sizes, launches), natural logs of launch medians in seconds, NaN where
+    none; sizes: bytes, ascending. today: the kernel that today's policy takes at each size, "" where unknown.
+    auto_logs: (sizes, launches), the same calls as today's policy made them."""
+
+    cell: Cell
+    sizes: tuple[int, ...]
+    backends: tuple[str, ...]
+    logs: Array
+    today: tuple[str, ...]
+    auto_logs: Array
+
+    @property
+    def launches(self) -> int:
+        return int(self.logs.shape[2])
+
+    def typical(self) -> Array:
+        """(sizes, backends): the typical log latency over launches."""
+        return typical(self.logs).T
+
+    def difference(self, first: str, second: str) -> Array:
+        """(sizes, launches): log(T_first / T_second)."""
+        difference: Array = self.logs[self.backends.index(first)] - self.logs[self.backends.index(second)]
+        return difference
+
+    def restricted(self, launches: NDArray[np.bool_]) -> Curves:
+        """The same with some of the launches only."""
+        return Curves(
+            self.cell, self.sizes, self.backends, self.logs[:, :, launches], self.today, self.auto_logs[:, launches]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Sizes first_bytes … last_bytes for which ``backend`` is taken. today: what today's policy takes there.
+
+    gain: log(T_today / T_backend) over the sizes where they differ, weighted by octaves; None where they never do.
+    """
+
+    backend: str
+    first_bytes: int
+    last_bytes: int
+    today: tuple[str, ...]
+    gain: Estimate | None
+
+    @property
+    def changed(self) -> bool:
+        return any(name != self.backend for name in self.today)
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Between two intervals: sizes up to size_bytes take ``left``, larger ones ``right``.
+
+    crossover: where the two curves meet, with its interval; None where they were not both measured. kept: today's
+    policy changes at this place too, and nothing measured speaks for another.
+    """
+
+    size_bytes: int
+    left: str
+    right: str
+    crossover: Crossover | None
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Regret:
+    """Time of the pick over time of the fastest backend, minus 1, per size; mean is weighted by octaves."""
+
+    per_size: tuple[float, ...]
+    mean: float
+    worst: float
+    worst_size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CellTuning:
+    """The result for one cell. picks: the backend chosen at each measured size.
+
+    regret_today and regret_tuned: in the very data that the choice was made from. regret_held_out: every launch is
+    judged by a choice made without it; None below three launches. noise: the typical standard deviation, between
+    launches, of the log-ratio of two backends at one size. provable: the smallest gain at a single size that these
+    launches could have shown, by ``Rules``.
+    """
+
+    curves: Curves
+    picks: tuple[str, ...]
+    intervals: tuple[Interval, ...]
+    boundaries: tuple[Boundary, ...]
+    regret_tuned: Regret
+    regret_today: Regret | None
+    regret_held_out: Regret | None
+    noise: float
+    provable: float
+
+    @property
+    def cell(self) -> Cell:
+        return self.curves.cell
+
+    @property
+    def changed(self) -> bool:
+        return any(i.changed for i in self.intervals)
+
+    def pick(self, size_bytes: int) -> str:
+        """The backend chosen for a size inside the measured ones. Raises UsageError outside."""
+        check_inside(self.curves, size_bytes)
+        for boundary in self.boundaries:
+            if size_bytes <= boundary.size_bytes:
+                return boundary.left
+        return self.intervals[-1].backend
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """All cells, and the measurements that do not count: reason → how many."""
+
+    cells: tuple[CellTuning, ...]
+    left_out: Mapping[str, int]
+    rules: Rules
+
+
+def check_inside(curves: Curves, size_bytes: int) -> None:
+    """Raise UsageError unless the size lies between the smallest and the largest that were measured."""
+    if not curves.sizes[0] <= size_bytes <= curves.sizes[-1]:
+        raise UsageError(
+            f"{curves.cell.title}: size {size_bytes} ({format_size(size_bytes)}) lies outside the measured sizes, "
+            f"{format_size(curves.sizes[0])} to {format_size(curves.sizes[-1])}; measure it, or leave it out"
+        )
+
+
+# ---- which measurements count ------------------------------------------------------------------------------------
+
+
+def countable(points: pd.DataFrame, kernel_of: KernelOf = same_name) -> tuple[pd.DataFrame, dict[str, int]]:
+    """The measurements that count, with columns ``kernel`` and ``launch_key``; and of the others, reason → how many.
+
+    points: the columns of ``schema.POINT_COLUMNS``, of one run or several. A measurement counts if it is ok, its
+    results were compared and right, and all its calls took one backend: the one that was forced, where one was.
+    """
+    frame = points.copy()
+    requested, picked = frame["backend_requested"].fillna(""), frame["backend_picked"].fillna("")
+    has_data = frame["dtype"] != "none"
+    reasons = {
+        "wrong results": (frame["wrong_count"].fillna(0) > 0) | (frame["status"] == "wrong"),
+        **{status: frame["status"] == status for status in ("failed", "timeout", "refused", "unsteady", "skipped")},
+        "results were not compared": has_data & ~frame["checked"].fillna(False).astype(bool),
+        "calls took several backends": picked.str.contains("+", regex=False) | (picked == ""),
+        "another backend than the forced one was taken": (requested != AUTO) & (requested != picked),
+        "no latency": frame["latency_median_s"].isna() | (frame["latency_median_s"].fillna(0) <= 0),
+    }
+    left_out: dict[str, int] = {}
+    good = np.ones(len(frame), dtype=bool)
+    for reason, mask in reasons.items():
+        hit = mask.to_numpy(dtype=bool, na_value=False) & good
+        if hit.any():
+            left_out[reason] = int(hit.sum())
+        good &= ~hit
+    frame = frame[good].copy()
+    facts = frame[["collective", "dtype", "world_size", "backend_picked", "size_bytes"]].itertuples(index=False)
+    known: dict[tuple[str, str, int, str, int], str] = {}
+    kernels = []
+    for c, d, n, b, size in facts:
+        key = (str(c), str(d), int(n), str(b), int(size))
+        if key not in known:
+            known[key] = kernel_of(*key)
+        kernels.append(known[key])
+    frame["kernel"] = kernels
+    frame["launch_key"] = frame["run_id"].fillna("").astype(str) + "/" + frame["launch"].astype(str)
+    return frame, left_out
+
+
+def curves_of(frame: pd.DataFrame, policy: str) -> list[Curves]:
+    """One ``Curves`` per cell that has forced points of two backends or more. frame: from ``countable``.
+
+    ``auto`` points of ``policy`` say what today's policy takes; every point, asked for by name or not, counts as a
+    measurement of the kernel that it took. Raises UsageError when there is nothing to tune: no forced points, or one
+    backend only.
+    """
+    forced = frame[frame["backend_requested"] != AUTO]
+    if forced.empty:
+        raise UsageError(
+            "no forced point counts: nothing says how fast each backend is; measure with --backends auto,a,b"
+        )
+    found = []
+    single: dict[str, str] = {}
+    for key, group in frame.groupby(list(CELL_COLUMNS), sort=False, dropna=False):
+        cell = cell_of(key)
+        if cell.dtype == "none":  # a barrier has no size to divide
+            continue
+        curves = _curves(cell, group, policy)
+        if curves is None:
+            continue
+        if len(curves.backends) < 2:
+            single[cell.title] = curves.backends[0]
+        else:
+            found.append(curves)
+    if not found:
+        which = "; ".join(f"{title}: only {name}" for title, name in single.items()) or "no cell has a forced point"
+        raise UsageError(f"tuning compares backends and needs two or more ({which}); name more with --backends")
+    return found
+
+
+def cell_of(values: Sequence[Any]) -> Cell:
+    """The cell with these values of CELL_COLUMNS."""
+    collective, op, dtype, world_size, *others = values
+    return Cell(str(collective), str(op), str(dtype), int(world_size), *map(str, others))
+
+
+def _curves(cell: Cell, group: pd.DataFrame, policy: str) -> Curves | None:
+    forced = group[group["backend_requested"] != AUTO]
+    if forced.empty:
+        return None
+    auto = group[(group["backend_requested"] == AUTO) & (group["policy"] == policy)]
+    # what a policy takes counts as a measurement of that kernel; other sizes than the forced ones cannot be compared
+    sizes = sorted({int(s) for s in forced["size_bytes"]})
+    launches = sorted(set(group["launch_key"]), key=lambda key: (len(key), key))
+    inside = group[group["size_bytes"].isin(sizes)]
+    backends = sorted(set(inside["kernel"]))
+    place_b = {b: i for i, b in enumerate(backends)}
+    place_s = {s: i for i, s in enumerate(sizes)}
+    place_l = {k: i for i, k in enumerate(launches)}
+    total = np.zeros((len(backends), len(sizes), len(launches)))
+    count = np.zeros_like(total)
+    _add(total, count, inside, [place_b, place_s, place_l], ["kernel", "size_bytes", "launch_key"])
+    with np.errstate(invalid="ignore"):
+        logs = np.where(count > 0, total / count, np.nan)
+    a_total = np.zeros((len(sizes), len(launches)))
+    a_count = np.zeros_like(a_total)
+    auto = auto[auto["size_bytes"].isin(sizes)]
+    _add(a_total, a_count, auto, [place_s, place_l], ["size_bytes", "launch_key"])
+    with np.errstate(invalid="ignore"):
+        auto_logs = np.where(a_count > 0, a_total / a_count, np.nan)
+    taken: dict[int, Counter[str]] = {}
+    for size, kernel in zip(auto["size_bytes"], auto["kernel"], strict=True):
+        taken.setdefault(int(size), Counter())[str(kernel)] += 1
+    today = tuple(taken[s].most_common(1)[0][0] if s in taken else "" for s in sizes)
+    return Curves(cell, tuple(sizes), tuple(backends), logs, today, auto_logs)
+
+
+def _add(
+    total: Array, count: Array, frame: pd.DataFrame, places: Sequence[Mapping[Any, int]], columns: Sequence[str]
+) -> None:
+    """Add the logs of the frame's latencies to the cells that its columns name."""
+    if frame.empty:
+        return
+    index = tuple(
+        np.array([place[key] for key in frame[column].tolist()], dtype=np.int64)
+        for place, column in zip(places, columns, strict=True)
+    )
+    logs = np.log(frame["latency_median_s"].to_numpy(dtype=np.float64))
+    np.add.at(total, index, logs)
+    np.add.at(count, index, 1.0)
+
+
+# ---- the choice -----------------------------------------------------------------------------------------------------
+
+
+def tune(
+    points: pd.DataFrame,
+    policy: str = "commbench",
+    *,
+    kernel_of: KernelOf = same_name,
+    edges: Callable[[Cell], Sequence[int]] = lambda cell: (),
+    rules: Rules = Rules(),
+) -> Tuning:
+    """Winner intervals for every cell of the points (``schema.POINT_COLUMNS``, one or several runs).
+
+    policy: the name that today's policy has in the column. edges: the sizes, in bytes of the total array, up to and
+    including which today's policy keeps a pick, to keep its thresholds exactly. Raises UsageError as ``curves_of``.
+    """
+    frame, left_out = countable(points, kernel_of)
+    cells = tuple(tune_cell(curves, edges(curves.cell), rules) for curves in curves_of(frame, policy))
+    return Tuning(cells, left_out, rules)
+
+
+def tune_cell(curves: Curves, edges: Sequence[int] = (), rules: Rules = Rules()) -> CellTuning:
+    """Choose for one cell; see ``tune``."""
+    picks = choose(curves, rules)
+    noise = noise_of(curves)
+    n = curves.launches
+    t = float(t_quantile(1 - rules.error_rate, n - 1)) if n > 1 else math.inf
+    provable = max(rules.keep_within, math.expm1(math.log1p(rules.least_gain) + t * noise / math.sqrt(n)))
+    cost = curves.typical()
+    boundaries = _boundaries(curves, picks, edges)
+    return CellTuning(
+        curves,
+        tuple(picks),
+        _intervals(curves, picks, boundaries),
+        tuple(boundaries),
+        regret_of(curves, cost, picks),
+        regret_of(curves, cost, curves.today) if all(t in curves.backends for t in curves.today) else None,
+        held_out_regret(curves, rules),
+        noise,
+        provable,
+    )
+
+
+def choose(curves: Curves, rules: Rules) -> list[str]:
+    """The backend for each size: cheapest in few changes, then every change that is not justified taken back."""
+    cost = curves.typical()
+    weights = octave_weights(curves.sizes)
+    n = curves.launches
+    t = float(t_quantile((1 + CONFIDENCE) / 2, n - 1)) if n > 1 else math.inf
+    # a change must at least be worth what the noise of one size can pretend
+    penalty = t * noise_of(curves) / math.sqrt(n) * float(np.median(weights)) if n > 1 else 1e-3
+    names = [curves.backends[k] for k in segment(cost, weights, penalty)]
+    names = _without_weak_segments(curves, names, weights, rules)
+    return _without_weak_changes(curves, names, weights, rules)
+
+
+def noise_of(curves: Curves) -> float:
+    """The typical standard deviation, between launches, of log(T_a/T_b) at one size. NaN with one launch."""
+    deviations = []
+    for a in range(len(curves.backends)):
+        for b in range(a):
+            difference = curves.logs[a] - curves.logs[b]
+            there = np.isfinite(difference).sum(axis=1) >= 2
+            if there.any():
+                deviations.append(np.nanstd(difference[there], axis=1, ddof=1))
+    return float(np.median(np.concatenate(deviations))) if deviations else math.nan
+
+
+def _gain(curves: Curves, places: Sequence[int], weights: Array, over: Sequence[str], names: Sequence[str]) -> Array:
+    """Per launch, mean over the places, weighted by octaves, of log(T_over / T_names). NaN where a launch has none."""
+    total = np.zeros(curves.launches)
+    weight = np.zeros(curves.launches)
+    for i in places:
+        difference = curves.difference(over[i], names[i])[i]
+        there = np.isfinite(difference)
+        total[there] += weights[i] * difference[there]
+        weight[there] += weights[i]
+    with np.errstate(invalid="ignore"):
+        gain: Array = np.where(weight > 0, total / weight, np.nan)
+    return gain
+
+
+def _lower_bound(gain: Array, error_rate: float) -> float:
+    """One-sided lower bound of the mean gain; minus infinity where one launch cannot tell."""
+    bound = estimate_over_launches(gain, confidence=1 - 2 * error_rate).low
+    return bound if math.isfinite(bound) else -math.inf
+
+
+def _without_weak_segments(curves: Curves, names: list[str], weights: Array, rules: Rules) -> list[str]:
+    """Merge every stretch that is not clearly faster than what its neighbours would take there, weakest first."""
+    cost = curves.typical()
+    while len(stretches := runs(names)) > 1:
+        weakest: tuple[float, int, int, str] | None = None
+        for first, last in stretches:
+            places = range(first, last + 1)
+            neighbours = {names[j] for j in (first - 1, last + 1) if 0 <= j < len(names)}
+            prices = {b: sum(weights[i] * cost[i, curves.backends.index(b)] for i in places) for b in neighbours}
+            other = min(prices, key=lambda b: prices[b] if math.isfinite(prices[b]) else math.inf)
+            if not math.isfinite(prices[other]):
+                continue  # the neighbours cannot be used here
+            gain = _gain(curves, places, weights, [other] * len(names), names)
+            bound = _lower_bound(gain, rules.error_rate / len(stretches))
+            if bound <= 0 and (weakest is None or bound < weakest[0]):
+                weakest = (bound, first, last, other)
+        if weakest is None:
+            return names
+        _, first, last, other = weakest
+        names = [other if first <= i <= last else name for i, name in enumerate(names)]
+    return names
+
+
+def _without_weak_changes(curves: Curves, names: list[str], weights: Array, rules: Rules) -> list[str]:
+    """Go back to today's pick wherever the gain over it is small or not proven (hysteresis)."""
+    today = curves.today
+    changes = [
+        (a, b)
+        for a, b in runs(list(zip(names, today, strict=True)))
+        if today[a] and today[a] in curves.backends and names[a] != today[a]
+    ]
+    result = list(names)
+    for first, last in changes:
+        gain = _gain(curves, range(first, last + 1), weights, today, names)
+        known = gain[np.isfinite(gain)]
+        small = len(known) == 0 or float(typical(known)) <= math.log1p(rules.keep_within)
+        bound = _lower_bound(gain, rules.error_rate / max(1, len(changes) * (len(curves.backends) - 1)))
+        if small or bound <= math.log1p(rules.least_gain):
+            result[first : last + 1] = today[first : last + 1]
+    return result
+
+
+def _boundaries(curves: Curves, picks: Sequence[str], edges: Sequence[int]) -> list[Boundary]:
+    sizes = curves.sizes
+    found: list[Boundary] = []
+    for (_, last), _following in zip(runs(picks), runs(picks)[1:], strict=False):
+        left, right = picks[last], picks[last + 1]
+        difference = curves.difference(left, right)
+        at = crossover(sizes, difference, last) if np.isfinite(difference).any(axis=1).sum() >= 2 else None
+        kept = curves.today[last] == left and curves.today[last + 1] == right
+        own = [e for e in edges if sizes[last] <= e < sizes[last + 1]]
+        if kept and own:
+            size = max(own)
+        elif kept or at is None:
+            size = sizes[last]
+        else:
+            size = round_size(at.size_bytes)
+        floor = found[-1].size_bytes + 1 if found else sizes[0]
+        found.append(Boundary(min(max(size, floor), sizes[-1] - 1), left, right, at, kept))
+    return found
+
+
+def round_size(size_bytes: float) -> int:
+    """The roundest whole size (fewest binary digits) within ROUND_WITHIN_OCTAVES of a size in bytes."""
+    low, high = size_bytes * 2**-ROUND_WITHIN_OCTAVES, size_bytes * 2**ROUND_WITHIN_OCTAVES
+    step = 2 ** math.floor(math.log2(high))
+    while step > 1:
+        first = math.ceil(low / step)
+        if first * step <= high:
+            candidates = range(first, math.floor(high / step) + 1)
+            return int(min((c * step for c in candidates), key=lambda c: abs(math.log2(c / size_bytes))))
+        step //= 2
+    return max(1, round(size_bytes))
+
+
+def _intervals(curves: Curves, picks: Sequence[str], boundaries: Sequence[Boundary]) -> tuple[Interval, ...]:
+    weights = octave_weights(curves.sizes)
+    lasts = [*(b.size_bytes for b in boundaries), curves.sizes[-1]]
+    firsts = [curves.sizes[0], *(b.size_bytes + 1 for b in boundaries)]
+    found = []
+    for (first, last), low, high in zip(runs(picks), firsts, lasts, strict=True):
+        differing = [
+            i for i in range(first, last + 1) if curves.today[i] in curves.backends and picks[i] != curves.today[i]
+        ]
+        gain = None
+        if differing:
+            gain = estimate_over_launches(_gain(curves, differing, weights, curves.today, picks))
+        today = tuple(dict.fromkeys(t for t in curves.today[first : last + 1] if t))
+        found.append(Interval(picks[first], low, high, today, gain))
+    return tuple(found)
+
+
+# ---- regret ---------------------------------------------------------------------------------------------------------
+
+
+def regret_of(curves: Curves, cost: Array, picks: Sequence[str]) -> Regret:
+    """The regret of picks against the fastest backend at each size. cost: (sizes, backends) log latencies."""
+    return _regret(curves.sizes, [cost[i, curves.backends.index(name)] for i, name in enumerate(picks)], cost)
+
+
+def _regret(sizes: Sequence[int], own: Iterable[float], cost: Array) -> Regret:
+    fastest = np.nanmin(cost, axis=1)
+    per_size = np.expm1(np.asarray(list(own)) - fastest)
+    known = np.isfinite(per_size)
+    weights = octave_weights(sizes)
+    mean = float((weights[known] * per_size[known]).sum() / weights[known].sum()) if known.any() else math.nan
+    worst = int(np.nanargmax(per_size)) if known.any() else 0
+    return Regret(tuple(float(r) for r in per_size), mean, float(per_size[worst]), int(sizes[worst]))
+
+
+def held_out_regret(curves: Curves, rules: Rules) -> Regret | None:
+    """Regret of choices made without the launch that they are judged in, over all launches (leave one out).
+
+    The fastest backend at a size is that of all launches together; the choice for a launch is made by the others.
+    None below three launches.
+    """
+    n = curves.launches
+    if n < 3:
+        return None
+    own = np.full((len(curves.sizes), n), np.nan)
+    for launch in range(n):
+        rest = curves.restricted(np.arange(n) != launch)
+        if np.isfinite(rest.logs).any(axis=2).any(axis=0).all():
+            picks = choose(rest, rules)
+            own[:, launch] = [curves.logs[curves.backends.index(p), i, launch] for i, p in enumerate(picks)]
+    cost = curves.typical()
+    return _regret(curves.sizes, typical(own), cost)
