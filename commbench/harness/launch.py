@@ -218,10 +218,11 @@ def run_launch(
         while True:
             launch = Launch(directory, index, ranks, program)
             code = launch.run(on_event)
-            record.update({k: v for k, v in launch.ready.items() if k != "time_s"}, exit_code=code)
-            record["canaries"] = {**record.get("canaries", {}), **launch.canaries}
+            record.update({k: v for k, v in launch.ready.items() if k not in ("time_s", "rank_facts")}, exit_code=code)
             if launch.ready:
                 record.setdefault("startup_s", launch.ready["time_s"] - started)
+                _keep_rank_facts(directory, launch.ready["rank_facts"])
+            record["canaries"] = {**record.get("canaries", {}), **launch.canaries}
             if code == 0 and launch.done:
                 return record
             why = launch.failure()
@@ -240,6 +241,12 @@ def run_launch(
         manifest = open_run(directory).manifest
         others = [r for r in manifest.get("launches", []) if r["launch"] != index]
         update_manifest(directory, launches=[*others, record])
+
+
+def _keep_rank_facts(directory: Path, facts: dict[str, Any]) -> None:
+    """What only a rank can tell (versions of loaded libraries) belongs to the run's fingerprint."""
+    fingerprint = open_run(directory).manifest["fingerprint"]
+    update_manifest(directory, fingerprint={**fingerprint, "rank": facts})
 
 
 def _blame(directory: Path, index: int, plan: Plan, launch: Launch, why: str) -> None:

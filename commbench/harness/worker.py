@@ -20,6 +20,7 @@ from commbench.backends.base import Group
 from commbench.coordinator.group import GroupCoordinator
 from commbench.coordinator.setup import backends_of
 from commbench.coordinator.world import local_platform, world_group
+from commbench.harness.fingerprint import rank_facts
 from commbench.harness.launch import PROGRESS
 from commbench.harness.order import shuffled
 from commbench.measure import canary
@@ -112,6 +113,7 @@ def main(directory: Path, launch: int) -> None:
         p50, p99, missed = meter.start_skew_s()
         teller.tell(
             "ready",
+            rank_facts=rank_facts(),
             usable=coordinator.usable,
             timer={
                 "resolution_s": meter.timer.resolution_s,

@@ -22,8 +22,8 @@ class TimerFacts:
     """What one loop can and cannot resolve, in seconds.
 
     resolution: smallest step between two different readings. overhead: median of an empty iteration (two
-    readings and an empty call), subtracted from every sample. spread: distance from the 5th to the 95th
-    percentile of the empty iteration, what is left uncertain after the subtraction.
+    readings and an empty call), subtracted from every sample. spread: distance between the quartiles of
+    the empty iteration, what is left uncertain in a median after the subtraction.
     """
 
     resolution_s: float
@@ -54,4 +54,4 @@ def resolution_s(clock: Clock = now_ns, readings: int = 2000) -> float:
 def timer_facts(empty_ns: np.ndarray, resolution: float) -> TimerFacts:
     """Facts from the durations of empty iterations, in nanoseconds (at least a few hundred)."""
     seconds = np.asarray(empty_ns, dtype=np.float64) * 1e-9
-    return TimerFacts(resolution, float(np.median(seconds)), quantile(seconds, 0.95) - quantile(seconds, 0.05))
+    return TimerFacts(resolution, float(np.median(seconds)), quantile(seconds, 0.75) - quantile(seconds, 0.25))
