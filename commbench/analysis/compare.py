@@ -250,9 +250,14 @@ def compare(
     """
     aligned = align(base, cand, key)
     if not same_picks:
-        aligned = replace(aligned, points=aligned.points.assign(pick_changed=False))
+        aligned = replace(aligned, points=_between_backends(aligned.points))
     if in_pairs:
         aligned = _same_launches(aligned, base, cand)
+    return compare_aligned(aligned, in_pairs=in_pairs)
+
+
+def compare_aligned(aligned: Aligned, *, in_pairs: bool = False) -> Comparison:
+    """``compare`` for sides that are lined up already (for pairs: column k of both made together)."""
     members, names = _families(aligned.points)
     centre = _row_means(aligned.base)
     family_base = _family_means(aligned.base - centre[:, None], members, len(names))
@@ -267,6 +272,17 @@ def compare(
         BETWEEN_PAIRS if in_pairs else BETWEEN_LAUNCHES,
     )
     return replace(comparison, family_base=family_base, family_cand=family_cand, in_pairs=in_pairs)
+
+
+def _between_backends(points: pd.DataFrame) -> pd.DataFrame:
+    """Labels without the backend, and families that name both, where backends are what is compared."""
+    both = [f"{b} → {c}" if b != c else b for b, c in zip(points["base_picked"], points["cand_picked"], strict=True)]
+    families = [
+        " · ".join([(parts := family.split(" · "))[0], names, *parts[2:]])
+        for family, names in zip(points["family"], both, strict=True)
+    ]
+    short = [label.rpartition(" [")[0] for label in points["label"]]
+    return points.assign(pick_changed=False, family=families, label=short)
 
 
 def compare_with_nights(nights: Nights, cand: pd.DataFrame) -> Comparison:

@@ -81,7 +81,7 @@ def _upper_tail(excess: Array, se: Array, df: Array) -> Array:
     return np.where(np.isfinite(excess) & np.isfinite(se) & (df > 0), p, np.nan)
 
 
-def _mean_variance(logs: Array) -> tuple[NDArray[np.int64], Array, Array]:
+def mean_variance(logs: Array) -> tuple[NDArray[np.int64], Array, Array]:
     """Count, mean and sample variance of each row over its numbers. Variance NaN below two of them."""
     there = np.isfinite(logs)
     n = there.sum(axis=1)
@@ -99,8 +99,8 @@ def welch(base: Array, cand: Array) -> Effects:
     base: (series, launches), cand: (series, other launches). A series with fewer than two launches on a side has an
     estimate but neither error nor interval.
     """
-    nb, mean_b, var_b = _mean_variance(base)
-    nc, mean_c, var_c = _mean_variance(cand)
+    nb, mean_b, var_b = mean_variance(base)
+    nc, mean_c, var_c = mean_variance(cand)
     with np.errstate(divide="ignore", invalid="ignore"):
         part_b, part_c = var_b / nb, var_c / nc
         total = part_b + part_c
@@ -115,7 +115,7 @@ def paired(base: Array, cand: Array) -> Effects:
     A pair counts where both launches have a number.
     """
     differences = cand - base
-    n, mean, variance = _mean_variance(differences)
+    n, mean, variance = mean_variance(differences)
     with np.errstate(divide="ignore", invalid="ignore"):
         se = np.sqrt(variance / n)
     return Effects(mean, se, np.where(n > 1, n - 1.0, np.nan), n, n)
@@ -131,8 +131,8 @@ def against_nights(nights: Array, night_launches: Array, within: Array, cand: Ar
     many launches; with fewer, the part that launches contribute grows. The error of the difference is then
     √(max(s², τ² + w/n) + s²/N) on N − 1 degrees of freedom, τ² = max(0, s² − mean(w/n_night)).
     """
-    n, mean, variance = _mean_variance(nights)
-    nc, mean_c, var_c = _mean_variance(cand)
+    n, mean, variance = mean_variance(nights)
+    nc, mean_c, var_c = mean_variance(cand)
     there = np.isfinite(nights)
     with np.errstate(divide="ignore", invalid="ignore"):
         known = there & np.isfinite(within) & (night_launches > 0)

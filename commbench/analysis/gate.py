@@ -224,17 +224,18 @@ def judge(
 
     Stored: one-sided t against the margin for every family and every point, Holm at alpha/2 over the families and at
     alpha/2 over the points. A/B: the same tests on the confirmation's fresh launches, over the suspects only (None as
-    its comparison: nothing was suspect). problems: what makes the whole night inconclusive, beside moved canaries.
+    its comparison: nothing was suspect). A canary that moved makes every family inconclusive. problems: what is wrong
+    with the runs as a whole (a candidate that is not complete): then the night cannot be green.
     """
-    whole_night = (*problems, *_moved(canaries))
+    moved = _moved(canaries)
     if confirmation is None:
-        night = _Night(comparison, comparison, _tests(comparison, rule), rule, None, whole_night)
+        night = _Night(comparison, comparison, _tests(comparison, rule), rule, None, moved)
         method = "nights of the history" if comparison.unit == BETWEEN_NIGHTS else "stored runs"
     else:
         method = "A/B, interleaved"
         suspects, confirmed = confirmation
         deciding = comparison if confirmed is None else confirmed
-        night = _Night(comparison, deciding, _tests(deciding, rule, suspects), rule, suspects, whole_night)
+        night = _Night(comparison, deciding, _tests(deciding, rule, suspects), rule, suspects, moved)
     raw = comparison.family_effects.p_slower(rule.log_margin)
     q = dict(zip(comparison.families["family"], benjamini_hochberg(raw), strict=True))
     verdicts = [
@@ -243,7 +244,7 @@ def judge(
         if not (rows["state"] == IDLE).all()
     ]
     verdicts.sort(key=_worst_first)
-    status, reason = _overall(verdicts, whole_night)
+    status, reason = _overall(verdicts, moved, problems)
     said = (*notes, *_idle_notes(comparison))
     return Judgement(status, reason, tuple(verdicts), rule, method, tuple(canaries), said, tuple(forced))
 
@@ -252,12 +253,12 @@ def _rows_of(comparison: Comparison, family: str) -> pd.DataFrame:
     return comparison.points[comparison.points["family"] == family]
 
 
-def _moved(canaries: Sequence[Canary]) -> list[str]:
-    return [
-        f"canary {c.name} moved by {percent(c.ratio)} ({percent(c.low)} to {percent(c.high)}): the machine changed"
+def _moved(canaries: Sequence[Canary]) -> tuple[str, ...]:
+    return tuple(
+        f"the machine changed: canary {c.name} {percent(c.ratio)} ({percent(c.low)} to {percent(c.high)})"
         for c in canaries
         if c.moved
-    ]
+    )
 
 
 def _idle_notes(comparison: Comparison) -> list[str]:
@@ -276,7 +277,7 @@ class _Night:
     tests: _Tests
     rule: Rule
     suspects: Suspects | None  # of an A/B screen
-    problems: tuple[str, ...]
+    moved: tuple[str, ...]  # canaries
 
     @property
     def level(self) -> float:
@@ -311,8 +312,8 @@ def _verdict(night: _Night, family: str, rows: pd.DataFrame) -> Verdict:
     with np.errstate(invalid="ignore"):
         faster = bool(effects.p_faster(rule.log_margin)[0] <= rule.alpha / 2 / max(1, len(comparison.families)))
     interval = f"{percent(ratio)} ({percent(low)} to {percent(high)})"
-    if night.problems:
-        status, reason = Status.INCONCLUSIVE, "; ".join(night.problems)
+    if night.moved:
+        status, reason = Status.INCONCLUSIVE, "; ".join(night.moved)
     elif slow_family or slow:
         status = Status.REGRESSION
         reason = _slow_text(rule, interval if slow_family else "", slow, len(rows))
@@ -494,19 +495,21 @@ def _worst_first(verdict: Verdict) -> tuple[int, float, str]:
     return rank, -worst if math.isfinite(worst) else 0.0, verdict.family
 
 
-def _overall(verdicts: Sequence[Verdict], whole_night: Sequence[str]) -> tuple[Status, str]:
-    if whole_night:
-        return Status.INCONCLUSIVE, "; ".join(whole_night)
-    if not verdicts:
-        return Status.INCONCLUSIVE, "nothing could be compared: neither side has a point that was timed"
+def _overall(verdicts: Sequence[Verdict], moved: Sequence[str], problems: Sequence[str]) -> tuple[Status, str]:
+    if moved:
+        return Status.INCONCLUSIVE, "; ".join(moved)
     red = [v for v in verdicts if v.status == Status.REGRESSION]
     open_ones = [v for v in verdicts if v.status == Status.INCONCLUSIVE]
     total = f"{len(verdicts)} {'family' if len(verdicts) == 1 else 'families'}"
     if red:
         also = f", {len(open_ones)} inconclusive" if open_ones else ""
-        return Status.REGRESSION, f"{len(red)} of {total} slower{also}"
-    if open_ones:
-        return Status.INCONCLUSIVE, f"{len(open_ones)} of {total} inconclusive, none shown to be slower"
+        return Status.REGRESSION, "; ".join([f"{len(red)} of {total} slower{also}", *problems])
+    if not verdicts:
+        nothing = "nothing could be compared: neither side has a point that was timed"
+        return Status.INCONCLUSIVE, "; ".join([*problems, nothing])
+    if open_ones or problems:
+        none = f"{len(open_ones)} of {total} inconclusive, none shown to be slower"
+        return Status.INCONCLUSIVE, "; ".join([*problems, none])
     faster = sum(v.faster for v in verdicts)
     return Status.PASS, f"none of {total} slower" + (f", {faster} faster" if faster else "")
 

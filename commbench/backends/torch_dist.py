@@ -30,6 +30,27 @@ def _bytes_if_fp8(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point else tensor
 
 
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Dense, in one dimension (gloo compares shapes, and ours agree in the number of elements only)."""
+    dense = _bytes_if_fp8(tensor.contiguous())
+    return dense if dense.dim() == 1 else dense.view(-1)
+
+
+def _parts(tensor: torch.Tensor, n: int) -> list[torch.Tensor]:
+    """The n equal parts of a tensor, in one dimension each."""
+    return list(_flat(tensor).view(n, tensor.numel() // n))
+
+
+def _writable(output: torch.Tensor) -> torch.Tensor:
+    """Dense memory to write the output to: its own, or a staging copy's for a strided one."""
+    return output if output.is_contiguous() else output.new_empty(output.shape)
+
+
+def _write_back(output: torch.Tensor, dense: torch.Tensor) -> None:
+    if dense is not output:
+        output.copy_(dense)
+
+
 def _options(code: Any) -> Any:
     options = dist.AllreduceOptions()
     options.reduceOp = code
@@ -106,11 +127,15 @@ class TorchDistBackend(Backend):
 
     def all_gather(self, input: torch.Tensor, output: torch.Tensor) -> None:
         self.calls += 1
-        _all_gather(_bytes_if_fp8(output), _bytes_if_fp8(input.contiguous()), group=self._pg)
+        dense = _writable(output)
+        _all_gather(_flat(dense), _flat(input), group=self._pg)
+        _write_back(output, dense)
 
     def reduce_scatter(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
         self.calls += 1
-        _reduce_scatter(output, input.contiguous(), op=_REDUCE_OPS[op], group=self._pg)
+        dense = _writable(output)
+        _reduce_scatter(_flat(dense), _flat(input), op=_REDUCE_OPS[op], group=self._pg)
+        _write_back(output, dense)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         self.calls += 1
@@ -124,7 +149,9 @@ class TorchDistBackend(Backend):
 
     def all_to_all(self, input: torch.Tensor, output: torch.Tensor) -> None:
         self.calls += 1
-        dist.all_to_all_single(_bytes_if_fp8(output), _bytes_if_fp8(input.contiguous()), group=self._pg)
+        dense = _writable(output)
+        dist.all_to_all_single(_flat(dense), _flat(input), group=self._pg)
+        _write_back(output, dense)
 
     def reduce(self, input: torch.Tensor, output: torch.Tensor, dst: int, op: str) -> None:
         self.calls += 1
@@ -137,24 +164,30 @@ class TorchDistBackend(Backend):
 
     def gather(self, input: torch.Tensor, output: torch.Tensor | None, dst: int) -> None:
         self.calls += 1
-        parts = None if output is None else list(_bytes_if_fp8(output).chunk(self.group.world_size))
-        dist.gather(_bytes_if_fp8(input.contiguous()), parts, self.group.ranks[dst], group=self._pg)
+        if output is None:
+            dist.gather(_flat(input), None, self.group.ranks[dst], group=self._pg)
+            return
+        dense = _writable(output)
+        dist.gather(_flat(input), _parts(dense, self.group.world_size), self.group.ranks[dst], group=self._pg)
+        _write_back(output, dense)
 
     def scatter(self, input: torch.Tensor | None, output: torch.Tensor, src: int) -> None:
         self.calls += 1
-        parts = None
-        if input is not None:
-            parts = list(_bytes_if_fp8(input.contiguous()).chunk(self.group.world_size))
-        dist.scatter(_bytes_if_fp8(output), parts, self.group.ranks[src], group=self._pg)
+        parts = None if input is None else _parts(input, self.group.world_size)
+        dense = _writable(output)
+        dist.scatter(_flat(dense), parts, self.group.ranks[src], group=self._pg)
+        _write_back(output, dense)
 
     def send_recv(self, input: torch.Tensor, output: torch.Tensor, dst: int, src: int) -> None:
         self.calls += 1
+        dense = _writable(output)
         operations = [
-            dist.P2POp(dist.isend, _bytes_if_fp8(input.contiguous()), self.group.ranks[dst], group=self._pg),
-            dist.P2POp(dist.irecv, _bytes_if_fp8(output), self.group.ranks[src], group=self._pg),
+            dist.P2POp(dist.isend, _flat(input), self.group.ranks[dst], group=self._pg),
+            dist.P2POp(dist.irecv, _flat(dense), self.group.ranks[src], group=self._pg),
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
+        _write_back(output, dense)
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         self.calls += 1
@@ -172,10 +205,12 @@ class TorchDistBackend(Backend):
         longest = max(sizes)
         padded = output.new_zeros((longest, *input.shape[1:]))
         padded[: input.shape[0]].copy_(input)
-        gathered = output.new_empty((longest * len(sizes), *input.shape[1:]))
-        _all_gather(_bytes_if_fp8(gathered), _bytes_if_fp8(padded), group=self._pg)
-        parts = gathered.view(len(sizes), longest, *input.shape[1:])
-        torch.cat([part[:rows] for part, rows in zip(parts, sizes, strict=True)], out=output)
+        gathered = output.new_empty((len(sizes), *padded.shape))
+        _all_gather(_flat(gathered), _flat(padded), group=self._pg)
+        first = 0
+        for part, rows in zip(gathered, sizes, strict=True):
+            output[first : first + rows].copy_(part[:rows])
+            first += rows
 
     def reduce_scatterv(self, input: torch.Tensor, output: torch.Tensor, sizes: list[int], op: str) -> None:
         self.calls += 1

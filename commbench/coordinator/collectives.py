@@ -14,7 +14,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from commbench.coordinator import custom_ops  # noqa: F401 - registers torch.ops.commbench
-from commbench.coordinator.routing import Router
+from commbench.coordinator.p2p import as_bytes
+from commbench.coordinator.routing import DTYPE_NAMES, Router
 from commbench.errors import CollectiveError
 from commbench.types import OPS
 
@@ -192,8 +193,8 @@ class TensorCollectives(Router):
         route = self._routes.get(key)
         if route is None:
             self._check_like("all_gather", input, output, 1, self.world_size)
-            if input.dtype is torch.bool:
-                self.all_gather_into_tensor(output.view(torch.uint8), input.view(torch.uint8))
+            if input.dtype not in DTYPE_NAMES:
+                self.all_gather_into_tensor(as_bytes(output), as_bytes(input.contiguous()))
                 return output
             route = self._decided(key, "all_gather", input, "", _placement(in_place), (input.numel(),))
         try:
@@ -279,8 +280,9 @@ class TensorCollectives(Router):
         )  # fmt: skip
         route = self._routes.get(key)
         if route is None:
-            if input.dtype is torch.bool:
-                self._all_gatherv(input.view(torch.uint8), rows, out.view(torch.uint8))
+            if input.dtype not in DTYPE_NAMES:
+                row = input[:1].numel() * input.element_size() if own else out[:1].numel() * out.element_size()
+                self._all_gatherv(as_bytes(input.contiguous()), [n * row for n in rows], as_bytes(out))
                 return out
             route = self._decided(key, "all_gatherv", input, "", "out", (rows, out.numel()))
         try:
@@ -301,10 +303,8 @@ class TensorCollectives(Router):
             self._check_root("gather", "output", output, dst)
             if output is not None:
                 self._check_like("gather", input, output, 1, self.world_size)
-            if input.dtype is torch.bool:
-                self.gather_into_tensor(
-                    None if output is None else output.view(torch.uint8), input.view(torch.uint8), dst
-                )
+            if input.dtype not in DTYPE_NAMES:
+                self.gather_into_tensor(None if output is None else as_bytes(output), as_bytes(input.contiguous()), dst)
                 return output
             route = self._decided(key, "gather", input, "", "out", (input.numel(), dst))
         try:
@@ -337,8 +337,8 @@ class TensorCollectives(Router):
         route = self._routes.get(key)
         if route is None:
             self._check_rank("broadcast", "src", src)
-            if tensor.dtype is torch.bool:
-                self.broadcast(tensor.view(torch.uint8), src)
+            if tensor.dtype not in DTYPE_NAMES and tensor.is_contiguous():
+                self.broadcast(as_bytes(tensor), src)
                 return tensor
             route = self._decided(key, "broadcast", tensor, "", "in", (tensor.numel(), src))
         try:

@@ -18,7 +18,7 @@ from commbench.coordinator import tensor_dict as _tensor_dict
 from commbench.coordinator.collectives import TensorCollectives
 from commbench.coordinator.hints import Hints
 from commbench.coordinator.message_queue import MessageQueue
-from commbench.coordinator.p2p import Channel, P2PWork
+from commbench.coordinator.p2p import Channel, P2PWork, as_bytes
 from commbench.coordinator.routing import DTYPE_NAMES, Route, layout_of
 from commbench.errors import CollectiveError, PeerLost
 from commbench.policy import Policy
@@ -365,7 +365,7 @@ def _movable(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.contiguous()
     if tensor.dtype in DTYPE_NAMES:
         return tensor
-    return tensor.view(-1).view(torch.uint8)
+    return as_bytes(tensor)
 
 
 def _new_stream(device: torch.device) -> Any:

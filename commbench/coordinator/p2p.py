@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -81,7 +80,9 @@ class Channel:
         self.ibroadcast(tensor, src)()
 
     def ibroadcast(self, tensor: torch.Tensor, src: int) -> Callable[[], None]:
-        """Start a broadcast; what is returned waits for it. Both raise PeerLost."""
+        """Start a broadcast of a contiguous tensor; what is returned waits for it. Both raise PeerLost."""
+        # libraries broadcast few dtypes, and bytes always
+        tensor = as_bytes(tensor)
         what = "receive a broadcast of" if self.rank != src else "broadcast as"
         try:
             work: Any = dist.broadcast(tensor, self.ranks[src], group=self.process_group, async_op=True)
@@ -105,8 +106,6 @@ class Channel:
         )
 
 
-def group_timeout(process_group: Any, device: torch.device) -> timedelta:
-    """How long an operation of the process group waits before it gives up."""
-    backend = process_group._get_backend(device)
-    timeout: timedelta = backend.options._timeout
-    return timeout
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as bytes, in one dimension: what any library moves, whatever the dtype."""
+    return tensor.view(-1).view(torch.uint8)

@@ -47,11 +47,11 @@ def set_up_backends(group: Group, names: Sequence[str], switched_off: Mapping[st
     for name in names:
         if name in result.usable:
             continue
-        if name not in BACKENDS:  # a policy may know backends of its engine that commbench does not drive
-            result.usable[name] = "commbench has no such backend"
-            continue
         if name in switched_off:
             result.usable[name] = switched_off[name]
+            continue
+        if name not in BACKENDS:  # a policy may know backends of its engine that commbench does not drive
+            result.usable[name] = "commbench has no such backend"
             continue
         backend_class = load_backend(name)
         availability = backend_class.availability(group.device.type)

@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from commbench.analysis.compare import BOTH, MISSING, NEW, WITHIN_LAUNCHES, Comparison, counts_of, percent
-from commbench.analysis.gate import Judgement, Status, Verdict
+from commbench.analysis.gate import Judgement, Status
 from commbench.units import format_time
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def _print_points(comparison: Comparison, console: Console, rows: int | None) ->
     for row in _records(shown):
         took = f"{row['base_picked']}→{row['cand_picked']}" if row["pick_changed"] else row["cand_picked"]
         change = _ratio_text(row, " *" if row["interval_from"] == WITHIN_LAUNCHES else "")
-        times = [format_time(row[f"{side}_median_s"]) for side in ("base", "cand")]
+        times = [format_time(row[f"{side}_s"]) for side in ("base", "cand")]
         table.add_row(Text(row["label"]), Text(took), *times, change)
     console.print()
     console.print(table)
@@ -215,10 +216,15 @@ def print_judgement(judgement: Judgement, console: Console, *, names: tuple[str,
     if judgement.forced:
         console.print(Text(f"⚠ forced: {'; '.join(judgement.forced)}", style="bold yellow"))
     shown = [v for v in judgement.verdicts if verbose or v.status != Status.PASS or v.faster]
-    if shown:
-        console.print()
+    if shown and all(v.reason == judgement.reason for v in shown):
+        console.print(Text(f"{len(shown)} families inconclusive for this reason", style="yellow"))
+    elif shown:
         for verdict in shown:
-            console.print(_verdict_line(verdict))
+            console.print()
+            style = STATUS_STYLE[verdict.status]
+            console.print(Text.assemble((verdict.status.value, style), " ", (verdict.family, "bold")))
+            console.print(Padding(Text(verdict.reason), (0, 0, 0, 2), expand=False))
+        console.print()
     quiet = len(judgement.verdicts) - len(shown)
     if quiet:
         console.print(Text(f"{quiet} {'family' if quiet == 1 else 'families'} not slower", style="green"))
@@ -227,12 +233,3 @@ def print_judgement(judgement: Judgement, console: Console, *, names: tuple[str,
         console.print(Text("canaries: " + ", ".join(parts), style="dim"))
     for note in judgement.notes:
         console.print(Text(f"note: {note}", style="dim"))
-
-
-def _verdict_line(verdict: Verdict) -> Text:
-    return Text.assemble(
-        (f"{verdict.status.value:<12}", STATUS_STYLE[verdict.status]),
-        " ",
-        (verdict.family, "bold"),
-        f": {verdict.reason}",
-    )

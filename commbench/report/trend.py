@@ -22,7 +22,7 @@ from commbench.analysis.effects import Array, t_quantile
 from commbench.report.compare_plots import RC, save
 from commbench.report.style import BLUE, ORANGE, PROBLEM, decade_ticks, short_time
 
-MOST_PANELS = 24
+MOST_PANELS = 12
 _dates: Any = matplotlib.dates  # its types are incomplete
 
 

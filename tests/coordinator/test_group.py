@@ -11,7 +11,7 @@ from commbench.coordinator.group import GroupCoordinator, layout_of
 from commbench.coordinator.world import local_platform
 from commbench.errors import BackendUnavailable, CollectiveError
 from commbench.measure.buffers import Buffers
-from commbench.policy import load_policy
+from commbench.policy import Policy, load_policy
 from commbench.types import COLLECTIVES, DTYPES, CallSignature, Decision, Point, ops_of
 from tests.ranks import run_ranks, world
 
@@ -137,16 +137,14 @@ def test_a_wrong_call_names_the_value(told: list[dict[str, Any]]) -> None:
             assert part in message
 
 
-class LyingPolicy:
+class LyingPolicy(Policy):
     """Tells the first who asks that fake is taken, and afterwards takes torch_dist."""
 
-    name = "lying"
-
     def __init__(self) -> None:
-        self.data = load_policy("commbench").data
+        super().__init__(load_policy("commbench").data)
         self._asked = 0
 
-    def decide(self, call: CallSignature, platform: Any, declines: Any) -> Decision:
+    def decide(self, call: CallSignature, platform: Any, declines: Any = None) -> Decision:
         self._asked += 1
         return Decision("fake" if self._asked == 1 else "torch_dist", policy="lying")
 
