@@ -372,13 +372,22 @@ def expand(spec: SweepSpec, memory_bytes: int, probes: Probes | None = None) -> 
         spec.collectives, spec.backends, spec.policy, spec.group, spec.mode, spec.cache
     ):
         collective = COLLECTIVES[collective_name]
-        common = {"world_size": spec.tp, "group": group, "backend": backend, "policy": policy, "mode": mode}
+        common: dict[str, Any] = {
+            "world_size": spec.tp,
+            "group": group,
+            "backend": backend,
+            "policy": policy,
+            "mode": mode,
+        }
         if not collective.has_data:
             points[Point(collective_name, "", NO_DTYPE, 0, cache="hot", placement="in", **common)] = None
             used |= {("collectives", collective_name)}
             continue
         for dtype, layout, placement, op in product(
-            spec.dtypes, spec.layout, spec.placement or (collective.placements[0],), spec.ops if collective.reduces else ("",)
+            spec.dtypes,
+            spec.layout,
+            spec.placement or (collective.placements[0],),
+            spec.ops if collective.reduces else ("",),
         ):
             reason = _impossible(collective_name, dtype, op, layout, placement)
             if reason:
@@ -452,7 +461,9 @@ def _sizes_for(
 
 
 def _check_memory(spec: SweepSpec, memory_bytes: int) -> None:
-    largest = max((t if isinstance(t, int) else t.stop for t in parse_sizes(spec.sizes) if not isinstance(t, str)), default=0)
+    largest = max(
+        (t if isinstance(t, int) else t.stop for t in parse_sizes(spec.sizes) if not isinstance(t, str)), default=0
+    )
     ranks = spec.tp * BYTES_PER_RANK
     if ranks > memory_bytes:
         raise SpecError(
@@ -463,8 +474,7 @@ def _check_memory(spec: SweepSpec, memory_bytes: int) -> None:
     needed = ranks + spec.tp * 3 * largest
     if needed > memory_bytes:
         raise SpecError(
-            f"size {largest} ({format_size(largest)}) with {spec.tp} ranks needs about {needed / 2**30:.1f} GiB of memory, "
+            f"size {largest} ({format_size(largest)}) with {spec.tp} ranks needs about {needed / 2**30:.1f} GiB of "
+            "memory, "
             f"this host has {memory_bytes / 2**30:.1f} GiB"
         )
-
-

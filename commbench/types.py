@@ -147,7 +147,9 @@ class Point:
             parts.append(self.op)
         if self.dtype != NO_DTYPE:
             parts += [self.dtype, format_size(self.size_bytes)]
-        parts += [v for v, usual in ((self.layout, "contiguous"), (self.mode, "eager"), (self.cache, "hot")) if v != usual]
+        parts += [
+            v for v, usual in ((self.layout, "contiguous"), (self.mode, "eager"), (self.cache, "hot")) if v != usual
+        ]
         if self.placement != COLLECTIVES[self.collective].placements[0]:
             parts.append(f"{self.placement}-place")
         return " ".join(parts) + f" [{self.backend}]"

@@ -26,7 +26,7 @@ def _main(target: Callable[..., Any], rank: int, size: int, port: int, results: 
     torch.set_num_threads(1)
     try:
         results.put((rank, "ok", target(rank, size, *args)))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the parent raises it, with the rank's traceback
         results.put((rank, "error", traceback.format_exc()))
 
 

@@ -121,7 +121,9 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_a_sweep_file_gives_what_flags_give(tmp_path: Path) -> None:
-    path = write(tmp_path, '[sweep]\ncollectives = ["all_reduce"]\nsizes = ["8:64:x2", 1024]\n[run]\ntp = 4\nbudget = "2m"\n')
+    path = write(
+        tmp_path, '[sweep]\ncollectives = ["all_reduce"]\nsizes = ["8:64:x2", 1024]\n[run]\ntp = 4\nbudget = "2m"\n'
+    )
     spec = make_spec(read_file(path), {})
     assert (spec.name, spec.collectives, spec.tp, spec.budget) == ("mine", ("all_reduce",), 4, 120.0)
     assert parse_sizes(spec.sizes)[-1] == 1024
@@ -154,7 +156,7 @@ def test_shipped_sweeps_are_found_by_name_from_any_folder(tmp_path: Path, monkey
     assert {"quick", "nightly", "thresholds", "decode"} <= set(shipped_sweeps())
     assert find_sweep("decode").is_file()
     assert find_sweep("sweeps/decode.toml").is_file()
-    with pytest.raises(UnknownName, match="unknown sweep 'decod'; available: .*decode"):
+    with pytest.raises(UnknownName, match=r"unknown sweep 'decod'; available: .*decode"):
         find_sweep("decod")
     with pytest.raises(UnknownName, match=r"no sweep file other/decod.toml"):
         find_sweep("other/decod.toml")

@@ -66,7 +66,7 @@ class FakeBackend(Backend):
         self._die = self._mine(script.get("die"))
         self._inner = TorchDistBackend(group)
         # tensor → its version when last exchanged; by identity, since memory addresses are reused
-        self._exchanged: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._exchanged: Any = WeakIdKeyDictionary()
 
     def _mine(self, event: dict[str, Any] | None) -> str:
         return str(event["collective"]) if event and event["rank"] == self.group.rank else ""

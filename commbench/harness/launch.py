@@ -1,4 +1,4 @@
-"""Launches: one torchrun job each, watched from outside, that measures all points of the plan in one set of processes."""
+"""Launches: one torchrun job each, watched from outside, that measures all points in one set of processes."""
 
 from __future__ import annotations
 
@@ -172,7 +172,9 @@ class Launch:
             lines = [line for line in _text(log_path(self.directory, self.index, rank)).splitlines() if line.strip()]
             if lines:
                 # a traceback ends in "module.Error: message"; who reads the point wants the message
-                message = re.sub(r"^(commbench\.errors\.)?(PeerLost|PointFailed|CommbenchError): ", "", lines[-1].strip())
+                message = re.sub(
+                    r"^(commbench\.errors\.)?(PeerLost|PointFailed|CommbenchError): ", "", lines[-1].strip()
+                )
                 return message if message.startswith(f"rank {rank}: ") else f"rank {rank}: {message}"
         last = [line for line in torchrun.splitlines() if line.strip()]
         return last[-1].strip() if last else "the job ended without a word"
@@ -234,7 +236,9 @@ def run_launch(
             deaths = 1 if launch.finished else deaths + 1
             _blame(directory, index, plan, launch, why)
             if deaths >= MOST_DEATHS:
-                raise LaunchError(f"launch {index} died {deaths} times running: {why}; see {directory / schema.LOGS_DIR}")
+                raise LaunchError(
+                    f"launch {index} died {deaths} times running: {why}; see {directory / schema.LOGS_DIR}"
+                )
     finally:
         record["ended_s"] = time.time()
         to_parquet(directory, index)

@@ -53,7 +53,14 @@ def _plain(total: int, estimate_s: float) -> Callable[[Event], None]:
 @contextmanager
 def _live(total: int) -> Iterator[Callable[[Event], None]]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
     from rich.table import Column
 
     # four redraws a second: the ranks need the cores

@@ -90,7 +90,7 @@ def main(directory: Path, launch: int) -> None:
     policies = {name: load_policy(name) for name in sorted({p.policy for p in plan.points})}
     # every policy finds its backends set up
     backends = [*settings.backends, *(b for p in policies.values() for b in backends_of(p, settings.device))]
-    first = next(iter(policies.values()), None) or load_policy(settings.policy)
+    first = next(iter(policies.values()), None) or load_policy("commbench")
     coordinator = GroupCoordinator(group, first, local_platform(device), backends=backends)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     team = Team.form(rank, size, Objects(group.cpu_group), oversubscribed=size > cores)
@@ -148,7 +148,7 @@ def run(directory: Path, launch: int) -> None:
     """``main``, and on any failure a traceback in this rank's log and an exit that waits for no peer."""
     try:
         main(directory, launch)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever ends a rank belongs in its log
         traceback.print_exc()
         sys.stderr.flush()
         # peers may be waiting in a collective, and torch's own teardown would wait for them

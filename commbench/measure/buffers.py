@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -75,7 +75,9 @@ class Buffers:
 
     def call(self, coordinator: GroupCoordinator) -> Callable[[], object]:
         """The collective on these tensors, bound: what a timed iteration calls."""
-        point, x, y = self.point, self.input, self.output
+        point = self.point
+        x: Any = self.input  # present wherever the collective takes it
+        y: Any = self.output
         n = point.world_size
         match point.collective:
             case "all_reduce":

@@ -36,7 +36,10 @@ class TimerFacts:
 
 
 def resolution_s(clock: Clock = now_ns, readings: int = 2000) -> float:
-    """The smallest positive difference between consecutive readings. Raises ValueError if the clock stands or jumps back."""
+    """The smallest positive difference between consecutive readings.
+
+    Raises ValueError if the clock stands still or goes back.
+    """
     smallest = 0
     before = clock()
     for _ in range(readings):

@@ -9,8 +9,9 @@ exact   small integers (powers of two for prod): every partial result is represe
 random  uniform in [−1, 1) (for prod: magnitudes in [½, 2)): the answer must lie within the tolerance.
 
 Tolerance of element i, for n ranks and unit roundoff u = 2^−(mantissa bits + 1) of the dtype, with γ = n·u / (1 − n·u):
-sum: γ Σ_r |x_r,i|; avg: that over n, and one more rounding; prod: γ |Π_r x_r,i|. It bounds the rounding error of any order of
-n − 1 operations that each round to the dtype, and of a final one (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
+sum: γ Σ_r |x_r,i|; avg: that over n, and one more rounding; prod: γ |Π_r x_r,i|. It bounds the rounding error of any
+order of n − 1 operations that each round to the dtype, and of a final one (Higham, Accuracy and Stability of Numerical
+Algorithms, 4.2).
 min, max and collectives that only move data are exact.
 """
 
@@ -128,9 +129,7 @@ def poison(tensor: torch.Tensor) -> None:
         tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
-def compare(
-    result: torch.Tensor, answer: torch.Tensor, allowed: torch.Tensor | None, phase: int = 0
-) -> Check:
+def compare(result: torch.Tensor, answer: torch.Tensor, allowed: torch.Tensor | None, phase: int = 0) -> Check:
     """Hold result[i] against answer[(phase + i) mod period], within ``allowed`` (None: bit for bit).
 
     NaN is never right. An exact answer is compared in the result's dtype.

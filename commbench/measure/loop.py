@@ -50,7 +50,7 @@ def run_block(calls: Sequence[Call], gate: Gate, n: int, block: Block, batch: in
 
     ``calls`` holds one bound collective per set of buffers and is walked through in turn.
     """
-    starts, ends, late = memoryview(block.starts), memoryview(block.ends), memoryview(block.late)
+    starts, ends, late = block.starts.data, block.ends.data, block.late.data
     with no_collection():
         if batch == 1:
             for i, call in zip(range(n), cycle(calls), strict=False):

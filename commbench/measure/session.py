@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from commbench.bandwidth import algbw_gb_per_s, busbw_gb_per_s
 from commbench.backends.base import Backend
+from commbench.bandwidth import algbw_gb_per_s, busbw_gb_per_s
 from commbench.coordinator.group import GroupCoordinator
 from commbench.errors import BackendUnavailable, CommbenchError, PeerLost
 from commbench.measure import noise as noise_module
@@ -84,7 +84,7 @@ def aggregate(
         np.maximum(latency - overhead_s, 0.0) / batch,
         np.maximum(t_win - overhead_s, 0.0) / batch,
         t_win - t_last,
-        ~late.any(0),
+        np.asarray(~late.any(0)),
     )
 
 
@@ -234,18 +234,18 @@ class Meter:
             while sessions:
                 for index in self._rng.permutation(len(sessions)):
                     session = sessions[index]
-                    self._guarded(session, lambda s: self._visit(s, left))
+                    self._guarded(session, left)
                     if session.status:
                         yield self._row(session)
                         left -= 1
                 sessions = [s for s in sessions if not s.status]
 
-    def _guarded(self, session: _Session, step: Callable[[_Session], None]) -> None:
-        """Run a step on all ranks; if it fails on one, the point ends as failed on all, and only it."""
+    def _guarded(self, session: _Session, points_left: int) -> None:
+        """Visit a point on all ranks; if it fails on one, the point ends as failed on all, and only it."""
         team = self._team
         started = self._clock_s()
         try:
-            step(session)
+            self._visit(session, points_left)
             team.barrier()
         except PointFailed as error:
             session.status, session.reason = "failed", str(error)
@@ -413,8 +413,8 @@ class Meter:
         if batch == 0:
             s.status = "refused"
             s.reason = (
-                f"the timer leaves {self._timer_of(s).uncertainty_s * 1e9:.0f} ns uncertain, and batches of {LARGEST_BATCH} "
-                f"iterations cannot bring that under {TIMER_SHARE:.0%} of the latency"
+                f"the timer leaves {self._timer_of(s).uncertainty_s * 1e9:.0f} ns uncertain, and batches of "
+                f"{LARGEST_BATCH} iterations cannot bring that under {TIMER_SHARE:.0%} of the latency"
             )
             return
         if batch > 1:
@@ -465,7 +465,9 @@ class Meter:
             accounted = all(sum(rank["counted"].values()) == s.calls_made for rank in ranks)
             if not accounted:
                 status = "failed"
-                reasons.append(f"the backends counted {counted} calls, not {s.calls_made} on each of {len(ranks)} ranks")
+                reasons.append(
+                    f"the backends counted {counted} calls, not {s.calls_made} on each of {len(ranks)} ranks"
+                )
             elif wrong:
                 status = "wrong"
                 reasons.append(f"{wrong} elements are wrong, the largest error is {max(errors):.3g}")
@@ -474,7 +476,9 @@ class Meter:
                 reasons.append(f"{s.point.backend} was asked for by name, but {picked or 'nothing'} was taken")
             elif self._team.rank == 0 and not len(s.all_latencies()):
                 status = "unsteady"
-                reasons.append(f"all {s.n_invalid} time windows were missed: something else keeps the ranks' cores busy")
+                reasons.append(
+                    f"all {s.n_invalid} time windows were missed: something else keeps the ranks' cores busy"
+                )
             elif self._team.rank == 0 and not s.steady and not is_steady(s.all_latencies()):
                 # too few or too restless warm-up iterations prove nothing: the samples themselves may
                 status = "unsteady"

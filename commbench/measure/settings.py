@@ -11,10 +11,10 @@ from typing import Any
 class Settings:
     """How every point of a launch is measured.
 
-    target_ci: relative half-width of the median's interval to stop at. max_time_per_point_s: sampling and
-    warm-up time of one point in one launch. loop: python, or native where the backend can be called from compiled
-    code. skew_rank starts every iteration late by skew_s (None: no rank does). budget_s: time for all points of one launch (None: no limit). sync: how
-    iterations start (gate.SYNCS). device: cpu or cuda. backends: those to set up beside the policy's.
+    target_ci: relative half-width of the median's interval to stop at. max_time_per_point_s: sampling and warm-up time
+    of one point in one launch. budget_s: time for all points of one launch (None: no limit). sync: how iterations start
+    (gate.SYNCS). loop: python, or native where the backend can be called from compiled code. skew_rank starts every
+    iteration late by skew_s (None: no rank does). device: cpu or cuda. backends: those to set up beside the policies'.
     """
 
     seed: int = 0

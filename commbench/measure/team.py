@@ -217,7 +217,9 @@ class Team:
                 time.sleep(1e-3)
                 if time.monotonic() - start > timeout_s:
                     rank = slot // self._line
-                    raise PeerLost(f"rank {rank} did not come back from the failed point within {timeout_s:.0f} s", rank)
+                    raise PeerLost(
+                        f"rank {rank} did not come back from the failed point within {timeout_s:.0f} s", rank
+                    )
 
     # ---- handing over -----------------------------------------------------------------------------------
 

@@ -12,7 +12,9 @@ import pytest
 
 
 @pytest.fixture
-def commbench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def commbench(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
     """Run the program in this process: (exit code, stdout, stderr)."""
     from commbench.cli import main
 

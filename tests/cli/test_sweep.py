@@ -96,7 +96,9 @@ class TestAPlainSweep:
         samples = run.samples(row["point_id"])
         samples = samples[(samples.launch == row["launch"]) & samples.valid]
         assert set(samples["rank"]) == {0, 1}
-        spans = samples.groupby("iteration").agg(start=("start_ns", "max"), first=("start_ns", "min"), end=("end_ns", "max"))
+        spans = samples.groupby("iteration").agg(
+            start=("start_ns", "max"), first=("start_ns", "min"), end=("end_ns", "max")
+        )
         begin = "start" if row["collective"] != "broadcast" else "first"
         latency = (spans.end - spans[begin]) * 1e-9
         overhead = run.manifest["launches"][row["launch"]]["timer"]["overhead_s"]
@@ -180,7 +182,7 @@ def test_an_interrupted_sweep_keeps_its_points_writes_its_report_and_leaves_no_p
     assert 2 <= kept < run.manifest["points_planned"]
     assert run.manifest["outcome"] == "interrupted"
     assert (out / "report.html").exists()
-    gone, alive = psutil.wait_procs(ranks, timeout=10)
+    _, alive = psutil.wait_procs(ranks, timeout=10)
     assert not alive
 
 
@@ -200,9 +202,13 @@ def test_more_ranks_than_cores_work_and_are_marked(process: Any, tmp_path: Path)
     assert "oversubscribed" in (out / "report.html").read_text()
 
 
-def test_a_dry_run_prints_points_time_and_command_and_writes_nothing(commbench: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_dry_run_prints_points_time_and_command_and_writes_nothing(
+    commbench: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, _ = commbench("sweep", "--tp", "4", "--sizes", "8,64", "--dtypes", "float32", "--collectives", "reduce", "--dry-run")
+    code, out, _ = commbench(
+        "sweep", "--tp", "4", "--sizes", "8,64", "--dtypes", "float32", "--collectives", "reduce", "--dry-run"
+    )
     assert code == 0
     assert "reduce float32 8 B [auto]" in out
     assert "2 points × 1 launches, about" in out
@@ -266,7 +272,12 @@ def test_an_out_folder_that_cannot_take_a_run_is_refused_before_anything_starts(
     (tmp_path / "file").write_text("x")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("x")
-    for target, message in (("file", "is a file"), ("full", "is not empty"), ("file/run", "is a file"), ("/proc/run", "cannot be")):
+    for target, message in (
+        ("file", "is a file"),
+        ("full", "is not empty"),
+        ("file/run", "is a file"),
+        ("/proc/run", "cannot be"),
+    ):
         code, out, err = commbench("sweep", "--out", str(tmp_path / target))
         assert (code, out) == (2, "")
         assert message in err

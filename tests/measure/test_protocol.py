@@ -119,9 +119,16 @@ def test_a_batch_makes_so_many_calls_between_two_readings() -> None:
 
 def test_the_garbage_collector_is_off_inside_and_back_afterwards_even_after_an_error() -> None:
     assert gc.isenabled()
-    with pytest.raises(KeyError), no_collection():
-        assert not gc.isenabled()
-        raise KeyError
+    inside = []
+
+    def failing() -> None:
+        with no_collection():
+            inside.append(gc.isenabled())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing()
+    assert inside == [False]
     assert gc.isenabled()
     run_block([nothing], lambda: 0, 1, Block(1))
     assert gc.isenabled()
