@@ -617,7 +617,7 @@ def _pick_map(context: _Context, groups: list[Any], directory: Path, name: str) 
         _size_axis(axes, [int(s) for s in group["size_bytes"]], width)
         low, high = _cell_edges(group["size_bytes"].astype("int64").unique())
         axes.set_xlim(low[0], high[-1])
-        _draw_thresholds(axes, found, len(own))
+        _draw_thresholds(axes, found, len(own), width)
         if sheet.is_bottom(i):
             axes.set_xlabel("message size")
         notes += [note] if note else []
@@ -679,15 +679,22 @@ def _draw_map(
     axes.spines["left"].set_visible(False)
 
 
-def _draw_thresholds(axes: Axes, found: Sequence[Threshold], rows: int) -> None:
-    """A line through the rows, and its text on a line of its own below them."""
+def _draw_thresholds(axes: Axes, found: Sequence[Threshold], rows: int, width: float) -> None:
+    """A line through the rows, and its text on a line of its own below them, kept inside the ``width`` inches."""
+    low, high = (math.log(limit) for limit in axes.get_xlim())
+    dashed: dict[str, Any] = {"color": "black", "linewidth": 1.2, "linestyle": (0, (3, 2)), "zorder": 1.5}
     for place, threshold in enumerate(found[:8]):
-        y = rows - 0.2 + 0.5 * place
-        dashed: dict[str, Any] = {"color": "black", "linewidth": 1.2, "linestyle": (0, (3, 2)), "zorder": 1.5}
-        axes.plot([threshold.size_bytes] * 2, [-0.5, y], **dashed)
-        low, high = axes.get_xlim()
-        right = math.sqrt(low * high) < threshold.size_bytes
-        axes.annotate(
-            threshold.text, (threshold.size_bytes, y), xytext=(-4 if right else 4, 0), textcoords="offset points",
-            ha="right" if right else "left", va="center", fontsize=7.5, color="#222222",
-        )  # fmt: skip
+        y = rows - 0.27 + 0.5 * place
+        axes.plot([threshold.size_bytes] * 2, [-0.5, y - 0.17], **dashed)
+        where = (math.log(threshold.size_bytes) - low) / (high - low) * width
+        half = 0.0305 * len(threshold.text)  # of its width in inches at this size
+        middle = min(max(where, half), width - half) / width
+        axes.text(
+            math.exp(low + middle * (high - low)),
+            y,
+            threshold.text,
+            ha="center",
+            va="center",
+            fontsize=7.5,
+            color="#222222",
+        )
