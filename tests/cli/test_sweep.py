@@ -94,13 +94,15 @@ class TestAPlainSweep:
         run = open_run(measured[3])
         row = next(r for r in run.rows() if r["timing"] == "single" and r["sync"] == "window")
         samples = run.samples(row["point_id"])
-        samples = samples[(samples.launch == row["launch"]) & samples.valid]
+        samples = samples[samples.launch == row["launch"]]
         assert set(samples["rank"]) == {0, 1}
-        spans = samples.groupby("iteration").agg(
-            start=("start_ns", "max"), first=("start_ns", "min"), end=("end_ns", "max")
+        seen = samples.groupby("iteration").agg(
+            start=("start_ns", "max"), first=("start_ns", "min"), end=("end_ns", "max"), valid=("valid", "all")
         )
+        spans = seen[seen.valid]
         begin = "start" if row["collective"] != "broadcast" else "first"
         latency = (spans.end - spans[begin]) * 1e-9
+        assert row["n_invalid"] == (~seen.valid).sum()
         overhead = run.manifest["launches"][row["launch"]]["timer"]["overhead_s"]
         assert len(latency) == row["n_samples"]
         assert latency.median() - overhead == pytest.approx(row["latency_median_s"], rel=1e-6)
