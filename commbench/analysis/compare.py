@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from commbench.analysis.effects import Array, Effects, against_nights, paired, welch
+from commbench.analysis.effects import Array, Effects, against_nights, paired, row_means, welch
 from commbench.types import COLLECTIVES, NO_DTYPE, Point
 from commbench.units import format_size
 
@@ -196,7 +196,7 @@ def _side(frame: pd.DataFrame, key: str, keys: pd.Index) -> _Side:
             "rows": np.bincount(rows, minlength=len(keys)),
             "usable": np.isfinite(logs).sum(axis=1),
             "unsteady": np.bincount(rows[status == "unsteady"], minlength=len(keys)),
-            "s": np.exp(_row_means(logs)),
+            "s": np.exp(row_means(logs)),
             "status": [names[int(w)] for w in worst],
             "reason": reason,
             "picked": _joined(frame, key, "backend_picked", keys),
@@ -259,7 +259,7 @@ def compare(
 def compare_aligned(aligned: Aligned, *, in_pairs: bool = False) -> Comparison:
     """``compare`` for sides that are lined up already (for pairs: column k of both made together)."""
     members, names = _families(aligned.points)
-    centre = _row_means(aligned.base)
+    centre = row_means(aligned.base)
     family_base = _family_means(aligned.base - centre[:, None], members, len(names))
     family_cand = _family_means(aligned.cand - centre[:, None], members, len(names))
     statistic = paired if in_pairs else welch
@@ -277,10 +277,10 @@ def compare_aligned(aligned: Aligned, *, in_pairs: bool = False) -> Comparison:
 def _between_backends(points: pd.DataFrame) -> pd.DataFrame:
     """Labels without the backend, and families that name both, where backends are what is compared."""
     both = [f"{b} → {c}" if b != c else b for b, c in zip(points["base_picked"], points["cand_picked"], strict=True)]
-    families = [
-        " · ".join([(parts := family.split(" · "))[0], names, *parts[2:]])
-        for family, names in zip(points["family"], both, strict=True)
-    ]
+    families = []
+    for family, names in zip(points["family"], both, strict=True):
+        collective, _, *rest = str(family).split(" · ")
+        families.append(" · ".join([collective, names, *rest]))
     short = [label.rpartition(" [")[0] for label in points["label"]]
     return points.assign(pick_changed=False, family=families, label=short)
 
@@ -303,7 +303,7 @@ def compare_with_nights(nights: Nights, cand: pd.DataFrame) -> Comparison:
     count = np.isfinite(means).sum(axis=1)
     base_facts = {
         "rows": count, "usable": count, "unsteady": np.zeros(len(keys), dtype=np.int64),
-        "s": np.exp(_row_means(means)), "status": np.where(count > 0, "ok", ""),
+        "s": np.exp(row_means(means)), "status": np.where(count > 0, "ok", ""),
         "reason": np.full(len(keys), "", dtype=object), "picked": picked, "how": how,
         "low_s": np.full(len(keys), np.nan), "high_s": np.full(len(keys), np.nan),
     }  # fmt: skip
@@ -312,7 +312,7 @@ def compare_with_nights(nights: Nights, cand: pd.DataFrame) -> Comparison:
     )
     aligned = Aligned(_described(points), means, side.logs)
     members, names = _families(aligned.points)
-    centre = _row_means(means)
+    centre = row_means(means)
     family_base = _family_means(means - centre[:, None], members, len(names))
     family_cand = _family_means(side.logs - centre[:, None], members, len(names))
     family_launches = np.nan_to_num(_family_means(np.where(np.isfinite(means), launches, np.nan), members, len(names)))
@@ -353,13 +353,6 @@ def _families(points: pd.DataFrame) -> tuple[NDArray[np.int64], list[str]]:
     members = np.where(points["state"].to_numpy() == BOTH, codes, -1)
     # a family of which nothing can be compared keeps its row, without members
     return members.astype(np.int64), [str(n) for n in names]
-
-
-def _row_means(logs: Array) -> Array:
-    there = np.isfinite(logs)
-    n = there.sum(axis=1)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.asarray(np.where(n > 0, np.where(there, logs, 0.0).sum(axis=1) / n, np.nan))
 
 
 def _family_means(values: Array, members: NDArray[np.int64], families: int) -> Array:

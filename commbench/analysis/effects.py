@@ -145,11 +145,20 @@ def against_nights(nights: Array, night_launches: Array, within: Array, cand: Ar
     return Effects(mean_c - mean, se, np.where(n > 1, n - 1.0, np.nan), n, nc)
 
 
-def _row_median(values: Array) -> Array:
+def row_means(values: Array) -> Array:
+    """Mean of each row over its numbers; NaN where there is none."""
+    return mean_variance(values)[1]
+
+
+def row_medians(values: Array) -> Array:
+    """Median of each row over its numbers; NaN where there is none."""
+    ordered = np.sort(values, axis=1)  # NaN goes last
+    n = np.isfinite(values).sum(axis=1)
     result = np.full(len(values), np.nan)
-    some = np.isfinite(values).any(axis=1)
-    if some.any():
-        result[some] = np.nanmedian(values[some], axis=1)
+    some = np.flatnonzero(n > 0)
+    if len(some):
+        low, high = (n[some] - 1) // 2, n[some] // 2
+        result[some] = (ordered[some, low] + ordered[some, high]) / 2
     return result
 
 
@@ -172,7 +181,7 @@ def hodges_lehmann(base: Array, cand: Array, *, in_pairs: bool) -> Array:
             values = (differences[k : k + step, i] + differences[k : k + step, j]) / 2
         else:
             values = (cand[k : k + step, :, None] - base[k : k + step, None, :]).reshape(-1, each)
-        parts.append(_row_median(values))
+        parts.append(row_medians(values))
     return np.concatenate(parts) if parts else np.empty(0)
 
 

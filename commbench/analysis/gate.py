@@ -8,7 +8,7 @@ canaries stood still. Whatever is neither is inconclusive, and says why.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,8 @@ from commbench.analysis.effects import (
     benjamini_hochberg,
     hodges_lehmann,
     holm,
+    row_means,
+    row_medians,
     sign_flip_p,
     t_quantile,
 )
@@ -168,8 +170,9 @@ def _single_point(comparison: Comparison) -> NDArray[np.bool_]:
 
 def _tests(comparison: Comparison, rule: Rule, only: Suspects | None = None) -> _Tests:
     points, families = testable(comparison, rule)
-    points &= ~_single_point(comparison)
-    if only is not None:
+    if only is None:
+        points &= ~_single_point(comparison)
+    else:  # the screen has sorted out already which points stand for themselves
         points &= comparison.points["point_id"].isin(only.points).to_numpy()
         families &= comparison.families["family"].isin(only.families).to_numpy()
     point_p = np.where(points, comparison.point_effects.p_slower(rule.log_margin), np.nan)
@@ -228,19 +231,17 @@ def judge(
     with the runs as a whole (a candidate that is not complete): then the night cannot be green.
     """
     moved = _moved(canaries)
-    if confirmation is None:
-        night = _Night(comparison, comparison, _tests(comparison, rule), rule, None, moved)
-        method = "nights of the history" if comparison.unit == BETWEEN_NIGHTS else "stored runs"
-    else:
+    suspects, confirmed = (None, None) if confirmation is None else confirmation
+    if suspects is not None:
         method = "A/B, interleaved"
-        suspects, confirmed = confirmation
-        deciding = comparison if confirmed is None else confirmed
-        night = _Night(comparison, deciding, _tests(deciding, rule, suspects), rule, suspects, moved)
+    else:
+        method = "nights of the history" if comparison.unit == BETWEEN_NIGHTS else "stored runs"
+    night = _night(comparison, comparison if confirmed is None else confirmed, rule, suspects, moved)
     raw = comparison.family_effects.p_slower(rule.log_margin)
     q = dict(zip(comparison.families["family"], benjamini_hochberg(raw), strict=True))
     verdicts = [
-        replace(_verdict(night, str(family), rows), q=float(q[family]))
-        for family, rows in comparison.points.groupby("family", sort=False)
+        replace(_verdict(night, family, rows), q=float(q[family]))
+        for family, rows in night.rows.items()
         if not (rows["state"] == IDLE).all()
     ]
     verdicts.sort(key=_worst_first)
@@ -249,8 +250,42 @@ def judge(
     return Judgement(status, reason, tuple(verdicts), rule, method, tuple(canaries), said, tuple(forced))
 
 
-def _rows_of(comparison: Comparison, family: str) -> pd.DataFrame:
-    return comparison.points[comparison.points["family"] == family]
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some rows of a table of points, as plain arrays: frames are slow to cut into hundreds of small pieces."""
+
+    columns: Mapping[str, NDArray[Any]]
+    index: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self.columns[name][self.index]
+
+    def where(self, mask: NDArray[np.bool_]) -> _Rows:
+        return _Rows(self.columns, self.index[mask])
+
+
+_TEXT = (
+    "point_id", "label", "state", "base_picked", "cand_picked", "base_status", "cand_status", "base_reason",
+    "cand_reason", "base_how", "cand_how",
+)  # fmt: skip
+_NUMBERS = (
+    "ratio", "ratio_low", "ratio_high", "base_s", "cand_s", "base_usable", "cand_usable", "base_unsteady",
+    "cand_unsteady",
+)  # fmt: skip
+
+
+def _by_family(points: pd.DataFrame) -> dict[str, _Rows]:
+    columns: dict[str, NDArray[Any]] = {name: points[name].to_numpy(dtype=object) for name in _TEXT}
+    columns |= {name: points[name].to_numpy(dtype=np.float64) for name in _NUMBERS}
+    columns["pick_changed"] = points["pick_changed"].to_numpy(dtype=bool)
+    families = points["family"].to_numpy(dtype=object)
+    members: dict[str, list[int]] = {}
+    for i, family in enumerate(families):
+        members.setdefault(str(family), []).append(i)
+    return {family: _Rows(columns, np.array(rows, dtype=np.int64)) for family, rows in members.items()}
 
 
 def _moved(canaries: Sequence[Canary]) -> tuple[str, ...]:
@@ -262,10 +297,8 @@ def _moved(canaries: Sequence[Canary]) -> tuple[str, ...]:
 
 
 def _idle_notes(comparison: Comparison) -> list[str]:
-    idle = comparison.points[comparison.points["state"] == IDLE]
-    if idle.empty:
-        return []
-    return [f"{len(idle)} points cannot be timed on either side: {_named(idle)}"]
+    labels = [str(v) for v in comparison.points["label"][comparison.points["state"] == IDLE]]
+    return [f"{len(labels)} points cannot be timed on either side: {_names(labels)}"] if labels else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,39 +311,71 @@ class _Night:
     rule: Rule
     suspects: Suspects | None  # of an A/B screen
     moved: tuple[str, ...]  # canaries
+    rows: Mapping[str, _Rows]  # family → its points
+    deciding_rows: Mapping[str, _Rows]
+    places: Mapping[str, int]  # family → its row in the comparison
+    deciding_places: Mapping[str, int]
+    reach: Array  # per family: the difference of logs that would be found
+    faster: NDArray[np.bool_]
+    ratios: Array  # (ratio, low, high, Hodges–Lehmann) × families
+    deciding_ratios: Array
 
-    @property
-    def level(self) -> float:
-        """The level a family has to pass by itself: the screen's, or Holm's first step over all families."""
-        if self.suspects is not None:
-            return self.rule.screen_alpha
-        return self.tests.family_alpha / max(1, len(self.comparison.families))
 
-
-def _verdict(night: _Night, family: str, rows: pd.DataFrame) -> Verdict:
-    comparison, rule = night.comparison, night.rule
-    index = _place(comparison, family)
-    effects = comparison.family_effects.take(slice(index, index + 1))
-    shown, at = comparison, index
-    if night.deciding is not comparison and (found := _find(night.deciding, family)) is not None:
-        shown, at = night.deciding, found
-    ratio, low, high = (
-        float(shown.families[c].to_numpy(dtype=np.float64)[at]) for c in ("ratio", "ratio_low", "ratio_high")
+def _night(
+    comparison: Comparison, deciding: Comparison, rule: Rule, suspects: Suspects | None, moved: tuple[str, ...]
+) -> _Night:
+    tests = _tests(deciding, rule, suspects)
+    count = max(1, len(comparison.families))
+    # The level a family has to pass by itself: the screen's, or Holm's first step over all families.
+    level = rule.screen_alpha if suspects is not None else tests.family_alpha / count
+    with np.errstate(invalid="ignore"):
+        faster = comparison.family_effects.p_faster(rule.log_margin) <= rule.alpha / 2 / count
+    rows = _by_family(comparison.points)
+    places = {str(f): i for i, f in enumerate(comparison.families["family"])}
+    same = deciding is comparison
+    return _Night(
+        comparison=comparison,
+        deciding=deciding,
+        tests=tests,
+        rule=rule,
+        suspects=suspects,
+        moved=moved,
+        rows=rows,
+        deciding_rows=rows if same else _by_family(deciding.points),
+        places=places,
+        deciding_places=places if same else {str(f): i for i, f in enumerate(deciding.families["family"])},
+        reach=np.expm1(comparison.family_effects.smallest_found(rule.log_margin, level)),
+        faster=np.asarray(faster),
+        ratios=(ratios := _ratios(comparison)),
+        deciding_ratios=ratios if same else _ratios(deciding),
     )
+
+
+def _ratios(comparison: Comparison) -> Array:
+    columns = ("ratio", "ratio_low", "ratio_high")
+    robust = np.exp(_robust(comparison, comparison.family_base, comparison.family_cand))
+    return np.stack([*(comparison.families[c].to_numpy(dtype=np.float64) for c in columns), robust])
+
+
+def _verdict(night: _Night, family: str, rows: _Rows) -> Verdict:
+    comparison, rule = night.comparison, night.rule
+    index = night.places[family]
+    shown, at = comparison, index
+    decided = night.deciding_places.get(family)
+    if decided is not None:
+        shown, at = night.deciding, decided
+    effects = shown.family_effects
+    ratio, low, high, robust = (float(v) for v in (night.ratios if decided is None else night.deciding_ratios)[:, at])
     base, cand = shown.family_base[at : at + 1], shown.family_cand[at : at + 1]
-    robust = float(np.exp(_robust(shown, base, cand)[0]))
     slow = _slow_points(night, family)
-    decided = _find(night.deciding, family)
     p = float(night.tests.family_p[decided]) if decided is not None else math.nan
     slow_family = p <= night.tests.family_alpha and robust >= 1 + rule.margin
-    reach = math.expm1(float(effects.smallest_found(rule.log_margin, night.level)[0]))
+    reach, faster = float(night.reach[index]), bool(night.faster[index])
     doubts = _doubts(night, family, rows)
     if not doubts and not reach <= rule.sensitivity:
         doubts.append(f"noise hides slowdowns below {reach:.0%}, and {rule.sensitivity:.0%} is to be seen at least")
-    changed = rows[rows["pick_changed"]]
+    changed = rows.where(rows["pick_changed"])
     picks = tuple(_pick_texts(changed))
-    with np.errstate(invalid="ignore"):
-        faster = bool(effects.p_faster(rule.log_margin)[0] <= rule.alpha / 2 / max(1, len(comparison.families)))
     interval = f"{percent(ratio)} ({percent(low)} to {percent(high)})"
     if night.moved:
         status, reason = Status.INCONCLUSIVE, "; ".join(night.moved)
@@ -324,15 +389,15 @@ def _verdict(night: _Night, family: str, rows: pd.DataFrame) -> Verdict:
         status, reason = Status.PASS, f"{'faster' if faster else 'not slower'}: {interval}"
         if night.suspects is not None and _was_suspect(night.suspects, family, rows):
             reason += "; suspect in the screen, not confirmed on fresh launches"
-    both = rows[rows["state"] == BOTH]
+    both = rows.where(rows["state"] == BOTH)
     return Verdict(
         family=family,
         status=status,
         reason=reason,
         points=len(rows),
         compared=len(both),
-        n_base=int(effects.n_base[0]),
-        n_cand=int(effects.n_cand[0]),
+        n_base=int(effects.n_base[at]),
+        n_cand=int(effects.n_cand[at]),
         ratio=ratio,
         low=low,
         high=high,
@@ -360,122 +425,113 @@ def _slow_text(rule: Rule, interval: str, slow: Sequence[SlowPoint], points: int
     )
 
 
-def _geometric_mean(seconds: pd.Series) -> float:
+def _geometric_mean(seconds: Array) -> float:
     """Several points' times as one; NaN of none."""
-    values = seconds.to_numpy(dtype=np.float64)
-    return float(np.exp(np.log(values).mean())) if len(values) else math.nan
-
-
-def _find(comparison: Comparison, family: str) -> int | None:
-    found = np.flatnonzero((comparison.families["family"] == family).to_numpy())
-    return int(found[0]) if len(found) else None
-
-
-def _place(comparison: Comparison, family: str) -> int:
-    found = _find(comparison, family)
-    assert found is not None  # families come from this table
-    return found
+    return float(np.exp(np.log(seconds).mean())) if len(seconds) else math.nan
 
 
 def _robust(comparison: Comparison, base: Array, cand: Array) -> Array:
-    if comparison.unit == BETWEEN_NIGHTS:  # the candidate is one night: its launches against the middle night
-        middle = np.nanmedian(base, axis=1) if np.isfinite(base).any() else np.full(len(base), np.nan)
-        own = np.nanmean(cand, axis=1) if np.isfinite(cand).any() else np.full(len(base), np.nan)
-        return np.asarray(own - middle)
+    """Hodges–Lehmann per row; of a night, the distance of its mean from the middle night."""
+    if comparison.unit == BETWEEN_NIGHTS:
+        return row_means(cand) - row_medians(base)
     return hodges_lehmann(base, cand, in_pairs=comparison.in_pairs)
 
 
 def _slow_points(night: _Night, family: str) -> tuple[SlowPoint, ...]:
     """The family's points that were shown to be slower, worst first."""
-    deciding, tests = night.deciding, night.tests
+    rows = night.deciding_rows.get(family)
+    if rows is None:
+        return ()
+    p = night.tests.point_p
     with np.errstate(invalid="ignore"):
-        hit = (tests.point_p <= tests.point_alpha) & (deciding.points["family"] == family).to_numpy()
-    rows = np.flatnonzero(hit)
+        rows = rows.where(p[rows.index] <= night.tests.point_alpha)
     if not len(rows):
         return ()
-    rows = rows[np.exp(_robust_rows(deciding, rows)) >= 1 + night.rule.margin]
-    names = ("ratio", "ratio_low", "ratio_high", "base_s", "cand_s")
-    labels = deciding.points["label"].to_numpy(dtype=object)
-    ratio, low, high, base_s, cand_s = (deciding.points[n].to_numpy(dtype=np.float64) for n in names)
+    rows = rows.where(
+        np.exp(
+            _robust(
+                night.deciding, *(m[rows.index] for m in (night.deciding.aligned.base, night.deciding.aligned.cand))
+            )
+        )
+        >= 1 + night.rule.margin
+    )
+    names = ("ratio", "ratio_low", "ratio_high")
     found = [
-        SlowPoint(str(labels[i]), *(float(v[i]) for v in (ratio, low, high, tests.point_p, base_s, cand_s)))
-        for i in rows
+        SlowPoint(str(label), float(ratio), float(low), float(high), float(p[i]), float(base_s), float(cand_s))
+        for label, ratio, low, high, i, base_s, cand_s in zip(
+            rows["label"], *(rows[n] for n in names), rows.index, rows["base_s"], rows["cand_s"], strict=True
+        )
     ]
-    return tuple(sorted(found, key=lambda p: -p.ratio))
+    return tuple(sorted(found, key=lambda point: -point.ratio))
 
 
-def _robust_rows(deciding: Comparison, rows: NDArray[np.int64]) -> Array:
-    base, cand = deciding.aligned.base[rows], deciding.aligned.cand[rows]
-    if deciding.unit == BETWEEN_NIGHTS:
-        return np.asarray(np.nanmean(cand, axis=1) - np.nanmedian(base, axis=1))
-    return hodges_lehmann(base, cand, in_pairs=deciding.in_pairs)
-
-
-def _doubts(night: _Night, family: str, rows: pd.DataFrame) -> list[str]:
+def _doubts(night: _Night, family: str, rows: _Rows) -> list[str]:
     """Why a family that is not red cannot be called green either."""
     comparison, rule = night.comparison, night.rule
     total = len(rows)
     doubts = []
     for state, text in ((MISSING, "missing in the candidate"), (NEW, "missing in the baseline")):
-        some = rows[rows["state"] == state]
+        some = rows.where(rows["state"] == state)
         if len(some):
             doubts.append(f"{len(some)} of {total} points {text}: {_named(some)}{_why(some, state)}")
-    changed = rows[rows["pick_changed"]]
+    changed = rows.where(rows["pick_changed"])
     if len(changed):
         doubts.append(_picks_text(_pick_texts(changed)))
-    both = rows[rows["state"] == BOTH]
-    apart = [not set(b.split("+")) & set(c.split("+")) for b, c in zip(both["base_how"], both["cand_how"], strict=True)]
-    other = both[np.array(apart, dtype=bool)]
+    both = rows.where(rows["state"] == BOTH)
+    how = zip(both["base_how"], both["cand_how"], strict=True)
+    other = both.where(np.array([not set(b.split("+")) & set(c.split("+")) for b, c in how], dtype=bool))
     if len(other):
-        first = other.iloc[0]
-        doubts.append(
-            f"{len(other)} of {total} points are timed in another way ({first['base_how']} → {first['cand_how']}): "
-            f"{_named(other)}"
-        )
+        change = f"{other['base_how'][0]} → {other['cand_how'][0]}"
+        doubts.append(f"{len(other)} of {total} points are timed in another way ({change}): {_named(other)}")
     nights = comparison.unit == BETWEEN_NIGHTS
-    few = both[(both["base_usable"] < rule.fewest) | (both["cand_usable"] < rule.fewest)]
+    few = both.where((both["base_usable"] < rule.fewest) | (both["cand_usable"] < rule.fewest))
     if len(few):
         b, c = int(few["base_usable"].min()), int(few["cand_usable"].min())
         units = f"{b} {'nights' if nights else 'launches'} in the baseline, {c} launches in the candidate"
         doubts.append(f"{len(few)} of {total} points have too little: {units}, {rule.fewest} needed: {_named(few)}")
     for side, name in (("base", "baseline"), ("cand", "candidate")):
-        unsteady = both[both[f"{side}_unsteady"] * 2 > both[f"{side}_usable"]]
+        unsteady = both.where(both[f"{side}_unsteady"] * 2 > both[f"{side}_usable"])
         if len(unsteady):
             doubts.append(f"{len(unsteady)} of {total} points are unsteady in the {name}: {_named(unsteady)}")
-        broken = both[both[f"{side}_status"].isin(BROKEN)]
-        for status, some in broken.groupby(f"{side}_status", sort=True):
-            doubts.append(f"{len(some)} of {total} points are {status} in the {name}: {_named(some)}")
-    if night.suspects is not None and _was_suspect(night.suspects, family, rows) and not _retested(night, family):
+        for status in BROKEN:
+            some = both.where(both[f"{side}_status"] == status)
+            if len(some):
+                doubts.append(f"{len(some)} of {total} points are {status} in the {name}: {_named(some)}")
+    suspects = night.suspects
+    if suspects is not None and _was_suspect(suspects, family, rows) and not _retested(night, suspects, family, rows):
         doubts.append("suspect in the screen, and the launches that were to confirm it gave too little")
     return doubts
 
 
-def _retested(night: _Night, family: str) -> bool:
+def _retested(night: _Night, suspects: Suspects, family: str, rows: _Rows) -> bool:
     """Whether every suspect of this family was tested again."""
-    assert night.suspects is not None  # asked of A/B only
-    points = night.deciding.points
-    own = (points["family"] == family).to_numpy() & points["point_id"].isin(night.suspects.points).to_numpy()
-    place = _find(night.deciding, family)
-    whole = family not in night.suspects.families or (place is not None and bool(night.tests.families[place]))
-    wanted = _rows_of(night.comparison, family)["point_id"].isin(night.suspects.points).sum()
-    return whole and int((own & night.tests.points).sum()) == int(wanted)
+    place = night.deciding_places.get(family)
+    if place is None:
+        return False
+    again = night.deciding_rows[family]
+    tested = set(again["point_id"][night.tests.points[again.index]])
+    wanted = suspects.points & set(rows["point_id"])
+    return wanted <= tested and (family not in suspects.families or bool(night.tests.families[place]))
 
 
-def _named(rows: pd.DataFrame) -> str:
-    names = [str(v) for v in rows["label"][:MOST_NAMED]]
-    return ", ".join(names) + (f" and {len(rows) - MOST_NAMED} more" if len(rows) > MOST_NAMED else "")
+def _named(rows: _Rows) -> str:
+    return _names([str(v) for v in rows["label"]])
 
 
-def _why(rows: pd.DataFrame, state: str) -> str:
+def _names(labels: Sequence[str]) -> str:
+    more = f" and {len(labels) - MOST_NAMED} more" if len(labels) > MOST_NAMED else ""
+    return ", ".join(labels[:MOST_NAMED]) + more
+
+
+def _why(rows: _Rows, state: str) -> str:
     side = "cand" if state == MISSING else "base"
-    first = rows.iloc[0]
-    status, reason = str(first[f"{side}_status"]), str(first[f"{side}_reason"])
+    status, reason = str(rows[f"{side}_status"][0]), str(rows[f"{side}_reason"][0])
     if not status or status in ("ok", "unsteady"):
         return ""
     return f" ({status}{': ' + reason if reason else ''})"
 
 
-def _pick_texts(changed: pd.DataFrame) -> list[str]:
+def _pick_texts(changed: _Rows) -> list[str]:
     columns = ("label", "base_picked", "cand_picked")
     return [f"{label}: {b} → {c}" for label, b, c in zip(*(changed[c] for c in columns), strict=True)]
 
@@ -485,8 +541,8 @@ def _picks_text(picks: Sequence[str]) -> str:
     return f"the backend taken changed: {', '.join(picks[:MOST_NAMED])}{more}"
 
 
-def _was_suspect(suspects: Suspects, family: str, rows: pd.DataFrame) -> bool:
-    return family in suspects.families or bool(rows["point_id"].isin(suspects.points).any())
+def _was_suspect(suspects: Suspects, family: str, rows: _Rows) -> bool:
+    return family in suspects.families or not suspects.points.isdisjoint(rows["point_id"])
 
 
 def _worst_first(verdict: Verdict) -> tuple[int, float, str]:

@@ -285,7 +285,7 @@ def _forget(communicator: weakref.ref[_Communicator], key: int) -> None:
 
 
 class ShmBackend(Backend):
-    """One-shot up to ``twoshot_threshold`` bytes, two-shot above; set it alike on all ranks, between collectives.
+    """One-shot up to ``twoshot_threshold`` bytes, two-shot above.
 
     A failure inside a collective (PeerLost, a timeout, Ctrl-C) leaves the group unusable: its next call says so.
     """
@@ -300,6 +300,7 @@ class ShmBackend(Backend):
 
     def __init__(self, group: Group, *, twoshot_threshold: int | None = None) -> None:
         """twoshot_threshold: bytes; None for the default of the world size. Raises BackendUnavailable."""
+        self._fast: _shm.FastAllReduce | None = None
         super().__init__(group)
         if group.device.type != "cpu":
             raise BackendUnavailable(self.name, f"it moves CPU tensors, the group's device is {group.device}")
@@ -307,11 +308,36 @@ class ShmBackend(Backend):
             raise BackendUnavailable(self.name, f"it serves {MIN_RANKS} to {MAX_RANKS} ranks, not {group.world_size}")
         if not group.one_host:
             raise BackendUnavailable(self.name, "its ranks are not proven to share memory (one host, one /dev/shm)")
-        self.twoshot_threshold = self._threshold(twoshot_threshold)
+        self._twoshot_threshold = self._threshold(twoshot_threshold)
         self._communicator = _Communicator.of(group)
         self._comm = self._communicator.comm
         self._all_reduce = self._comm.all_reduce
         self._open = True
+        fast = native.load().FastAllReduce(self._comm, torch.Tensor, weakref.ref(self), self._twoshot_threshold)
+        if fast.usable:
+            self._fast = fast
+            # In front of the method, which takes the calls that are not plain.
+            self.__dict__["all_reduce"] = fast.function()
+
+    @property
+    def twoshot_threshold(self) -> int:
+        """Bytes up to which all_reduce and reduce go one-shot. Set it alike on all ranks, between collectives."""
+        return self._twoshot_threshold
+
+    @twoshot_threshold.setter
+    def twoshot_threshold(self, size_bytes: int) -> None:
+        self._twoshot_threshold = size_bytes
+        if self._fast is not None:
+            self._fast.threshold = size_bytes
+
+    @property
+    def calls(self) -> int:
+        """Calls made so far."""
+        return self._calls + (0 if self._fast is None else self._fast.calls)
+
+    @calls.setter
+    def calls(self, value: int) -> None:
+        self._calls = value - (0 if self._fast is None else self._fast.calls)
 
     def _threshold(self, asked: int | None) -> int:
         return default_twoshot_threshold(self.group.world_size) if asked is None else asked
@@ -343,7 +369,7 @@ class ShmBackend(Backend):
             self._all_reduce(
                 address, address, input.numel(), _DTYPE_CODES[input.dtype], _OP_CODES[op], self.twoshot_threshold
             )
-            self.calls += 1
+            self._calls += 1
             return
         self._same(input, output, 1, 1)
         if input.is_contiguous() and output.is_contiguous():
@@ -359,14 +385,14 @@ class ShmBackend(Backend):
                 _DTYPE_CODES[input.dtype], _OP_CODES[op], self.twoshot_threshold,
             )  # fmt: skip
             _write_back(output, dense)
-        self.calls += 1
+        self._calls += 1
 
     def all_gather(self, input: torch.Tensor, output: torch.Tensor) -> None:
         self._same(input, output, self.group.world_size, 1)
         source, dense = input.contiguous(), _writable(output)
         self._comm.all_gather(source.data_ptr(), dense.data_ptr(), _nbytes(source))
         _write_back(output, dense)
-        self.calls += 1
+        self._calls += 1
 
     def reduce_scatter(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
         self._same(input, output, 1, self.group.world_size)
@@ -375,13 +401,13 @@ class ShmBackend(Backend):
             source.data_ptr(), dense.data_ptr(), dense.numel(), _DTYPE_CODES[input.dtype], _OP_CODES[op]
         )
         _write_back(output, dense)
-        self.calls += 1
+        self._calls += 1
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         dense = tensor.contiguous()
         self._comm.broadcast(dense.data_ptr(), _nbytes(dense), src)
         _write_back(tensor, dense)
-        self.calls += 1
+        self._calls += 1
 
     def all_to_all(self, input: torch.Tensor, output: torch.Tensor) -> None:
         self._same(input, output, 1, 1)
@@ -393,7 +419,7 @@ class ShmBackend(Backend):
         source, dense = input.contiguous(), _writable(output)
         self._comm.all_to_all(source.data_ptr(), dense.data_ptr(), _nbytes(source) // n)
         _write_back(output, dense)
-        self.calls += 1
+        self._calls += 1
 
     def reduce(self, input: torch.Tensor, output: torch.Tensor, dst: int, op: str) -> None:
         self._same(input, output, 1, 1)
@@ -404,7 +430,7 @@ class ShmBackend(Backend):
         )  # fmt: skip
         if self.group.rank == dst:
             _write_back(output, dense)
-        self.calls += 1
+        self._calls += 1
 
     def gather(self, input: torch.Tensor, output: torch.Tensor | None, dst: int) -> None:
         source = input.contiguous()
@@ -417,7 +443,7 @@ class ShmBackend(Backend):
             dense = _writable(output)
             self._comm.gather(source.data_ptr(), dense.data_ptr(), _nbytes(source), dst)
             _write_back(output, dense)
-        self.calls += 1
+        self._calls += 1
 
     def scatter(self, input: torch.Tensor | None, output: torch.Tensor, src: int) -> None:
         dense = _writable(output)
@@ -430,31 +456,31 @@ class ShmBackend(Backend):
             source = input.contiguous()
             self._comm.scatter(source.data_ptr(), dense.data_ptr(), _nbytes(dense), src)
         _write_back(output, dense)
-        self.calls += 1
+        self._calls += 1
 
     def send_recv(self, input: torch.Tensor, output: torch.Tensor, dst: int, src: int) -> None:
         source, dense = input.contiguous(), _writable(output)
         self._comm.send_recv(source.data_ptr(), _nbytes(source), dst, dense.data_ptr(), _nbytes(dense), src)
         _write_back(output, dense)
-        self.calls += 1
+        self._calls += 1
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         source = tensor.contiguous()
         self._comm.send(source.data_ptr(), _nbytes(source), dst)
-        self.calls += 1
+        self._calls += 1
 
     def recv(self, tensor: torch.Tensor, src: int) -> None:
         dense = _writable(tensor)
         self._comm.recv(dense.data_ptr(), _nbytes(dense), src)
         _write_back(tensor, dense)
-        self.calls += 1
+        self._calls += 1
 
     def all_gatherv(self, input: torch.Tensor, output: torch.Tensor, sizes: list[int]) -> None:
         row = self._row_bytes(output, input, sizes, input)
         source, dense = input.contiguous(), _writable(output)
         self._comm.all_gatherv(source.data_ptr(), dense.data_ptr(), [s * row for s in sizes])
         _write_back(output, dense)
-        self.calls += 1
+        self._calls += 1
 
     def reduce_scatterv(self, input: torch.Tensor, output: torch.Tensor, sizes: list[int], op: str) -> None:
         row = self._row_bytes(input, output, sizes, input) // input.element_size()
@@ -463,11 +489,11 @@ class ShmBackend(Backend):
             source.data_ptr(), dense.data_ptr(), [s * row for s in sizes], _DTYPE_CODES[input.dtype], _OP_CODES[op]
         )
         _write_back(output, dense)
-        self.calls += 1
+        self._calls += 1
 
     def barrier(self) -> None:
         self._comm.barrier()
-        self.calls += 1
+        self._calls += 1
 
     def native_call(
         self, collective: str, input: torch.Tensor, output: torch.Tensor | None, op: str = "sum", root: int = 0

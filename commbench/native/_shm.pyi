@@ -1,6 +1,6 @@
 """Types of the compiled module. Addresses are of this process; sizes are in bytes unless named count."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ class Segment:
     def release(self) -> None:
         """Unmap and close now."""
     def bytes_view(self, offset: int, size_bytes: int) -> Any:
-        """A DLPack object (uint8) over a piece of the segment, which it keeps mapped."""
+        """A DLPack capsule (uint8) over a piece of the segment, which it keeps mapped."""
 
 class BoundCall:
     """A call that timed_loop repeats without Python; calling it runs it once."""
@@ -130,3 +130,18 @@ class Comm:
     ) -> BoundCall:
         """A BoundCall. count: elements of one part (reduce_scatter, all_gather, all_to_all, gather, scatter) or of
         the whole array. ``keep`` is held alive with it."""
+
+class FastAllReduce:
+    """all_reduce(input, output, op) on tensors without a line of Python, through torch's DLPack C exchange API.
+
+    What is not plain (strided, another dtype, a tensor subclass) goes to all_reduce of the class of ``backend()``.
+    """
+
+    def __init__(self, comm: Comm, tensor_type: type, backend: Callable[[], object], threshold: int) -> None: ...
+    threshold: int
+    @property
+    def usable(self) -> bool:
+        """Whether this torch has that API."""
+    @property
+    def calls(self) -> int: ...
+    def function(self) -> Callable[[Any, Any, str], None]: ...

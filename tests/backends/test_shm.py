@@ -559,6 +559,7 @@ def create_and_destroy(group: Group, times: int, folder: str) -> tuple[int, int,
             cycle(i % 2 == 0)  # some are only dropped
     finally:
         del os.environ["COMMBENCH_SHM_DIR"]
+    dist.barrier(handle)  # the first rank unlinks, after the others have mapped
     fds, maps = state()
     return fds - before[0], maps - before[1], [p.name for p in Path(folder).iterdir()]
 
@@ -1045,3 +1046,33 @@ def test_a_file_of_another_size_is_not_mapped(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"x" * 100)
     with pytest.raises(OSError, match="has 100 bytes, 4096 were expected"):
         segments.open_file(tmp_path / "other", 4096)
+
+
+def check_fast_path(group: Group) -> bool:
+    backend = backend_of(group)
+    fast = backend._fast
+    before = backend.calls
+    x = torch.ones(6, dtype=torch.float64).reshape(2, 3)
+    backend.all_reduce(x, x, "sum")
+    backend.all_reduce(input=x, output=x, op="max")
+    backend.all_reduce(x.t(), x.t(), "".join(["s", "um"]))  # strided, and a name that is not interned
+    backend.all_reduce(torch.nn.Parameter(x, requires_grad=False), x, "max")
+    assert (x == group.world_size**2).all()
+    assert backend.calls == before + 4
+    threshold = backend.twoshot_threshold
+    backend.twoshot_threshold = 8
+    assert fast is None or fast.threshold == 8
+    backend.all_reduce(x, x, "sum")
+    backend.twoshot_threshold = threshold
+    assert (x == group.world_size**3).all()
+    with pytest.raises(TypeError):
+        backend.all_reduce(x)  # type: ignore[call-arg]
+    with pytest.raises(CollectiveError, match="integers have no average"):
+        backend.all_reduce(x.int(), x.int(), "avg")
+    with pytest.raises(CollectiveError, match="does not fit"):
+        backend.all_reduce(x, x[0], "sum")
+    return fast is not None
+
+
+def test_calls_that_are_not_plain_fall_back_to_the_method_and_count_alike(two: Ranks) -> None:
+    two.run(check_fast_path)

@@ -73,13 +73,11 @@ class StartGate {
     int64_t next_check = start + 50000000;
     while (word.load(std::memory_order_acquire) < e) {
       const int64_t now = now_ns();
+      if (waiter_ && now - start > 200000) waiter_->block();
       if (oversubscribed_ || now - start > 200000) sched_yield();
       if (now < next_check) continue;
       next_check = now + 50000000;
-      if (waiter_) {
-        waiter_->block();
-        if (waiter_->interrupted()) throw Error(Failure::interrupted, -1, "interrupted by a signal");
-      }
+      if (waiter_ && waiter_->interrupted()) throw Error(Failure::interrupted, -1, "interrupted by a signal");
       if (liveness_ && !liveness_->alive(peer) && word.load(std::memory_order_acquire) < e) {
         throw Error(Failure::peer_lost, peer, "rank " + std::to_string(peer) + "'s process is gone");
       }

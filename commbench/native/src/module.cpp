@@ -258,16 +258,20 @@ void timed_loop(const std::vector<BoundCall*>& calls, PyGate* gate, Times starts
   }
 }
 
-// The error of commbench.errors that belongs to a failure.
+// Sets the error of commbench.errors that belongs to a failure.
+void set_error(const Error& e) {
+  if (e.kind == Failure::interrupted && PyErr_Occurred()) return;  // KeyboardInterrupt, or what the handler raised
+  nb::object errors = nb::module_::import_("commbench.errors");
+  nb::object exception = e.kind == Failure::peer_lost ? errors.attr("PeerLost")(e.what(), e.rank)
+                                                      : errors.attr("CollectiveError")(e.what());
+  PyErr_SetObject(exception.type().ptr(), exception.ptr());
+}
+
 void translate(const std::exception_ptr& p, void*) {
   try {
     std::rethrow_exception(p);
   } catch (const Error& e) {
-    if (e.kind == Failure::interrupted && PyErr_Occurred()) return;  // KeyboardInterrupt, or what the handler raised
-    nb::object errors = nb::module_::import_("commbench.errors");
-    nb::object exception = e.kind == Failure::peer_lost ? errors.attr("PeerLost")(e.what(), e.rank)
-                                                        : errors.attr("CollectiveError")(e.what());
-    PyErr_SetObject(exception.type().ptr(), exception.ptr());
+    set_error(e);
   }
 }
 
@@ -280,6 +284,149 @@ Op op_of(int code, DType t) {
   if (Op(code) == Op::avg && !is_float(t)) throw Error(Failure::usage, -1, "integers have no average");
   return Op(code);
 }
+
+// ---- all_reduce(input, output, op) on tensors, without a line of Python -----------------------------------------
+//
+// Reading a tensor's address, size, dtype and strides from Python costs more than the collective itself. The DLPack C
+// exchange API (in torch since 2.10, a table of functions behind a capsule on the tensor type) reads them in one call,
+// and needs no link against torch. What is not plain goes to the backend's Python method.
+
+struct DLTensor {  // of DLPack 1.x
+  void* data;
+  struct {
+    int32_t type;
+    int32_t id;
+  } device;
+  int32_t ndim;
+  struct {
+    uint8_t code, bits;
+    uint16_t lanes;
+  } dtype;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+struct DLExchange {  // DLPackExchangeAPI of DLPack 1.x
+  struct {
+    uint32_t major, minor;
+  } version;
+  void* previous;
+  void* allocate;
+  void* managed_from_object;
+  void* managed_to_object;
+  int (*tensor_from_object)(void* object, DLTensor* out);
+  void* current_stream;
+};
+
+class FastAllReduce {
+ public:
+  // backend: a weak reference; its class's all_reduce takes what is not plain.
+  FastAllReduce(nb::object comm, nb::object tensor_type, nb::object backend, size_t threshold)
+      : threshold(threshold), comm_(nb::cast<PyComm*>(comm)), keep_(comm), type_(tensor_type), backend_(backend) {
+    const char* names[n_ops] = {"sum", "prod", "min", "max", "avg"};
+    for (int i = 0; i < n_ops; ++i) ops_[i] = nb::steal(PyUnicode_InternFromString(names[i]));
+    nb::object capsule = nb::getattr(tensor_type, "__dlpack_c_exchange_api__", nb::none());
+    if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return;
+    auto* table = static_cast<DLExchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (table->version.major == 1) read_ = table->tensor_from_object;
+  }
+  bool usable() const { return read_ != nullptr; }
+
+  static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* names) {
+    auto* fast = nb::inst_ptr<FastAllReduce>(self);
+    return names ? fast->slow(args, n, names) : fast->run(args, n);
+  }
+
+  size_t threshold;
+  uint64_t calls = 0;
+
+ private:
+  struct View {
+    void* data;
+    size_t count;
+    int dtype;
+  };
+
+  bool view(PyObject* object, View& v) {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != type_.ptr()) return false;  // a subclass may mean anything
+    DLTensor t;
+    if (read_(object, &t) != 0) {
+      PyErr_Clear();  // the Python method will say what is wrong with it
+      return false;
+    }
+    if (t.device.type != 1 || t.dtype.lanes != 1) return false;
+    const int key = t.dtype.code << 8 | t.dtype.bits;
+    switch (key) {
+      case 2 << 8 | 32: v.dtype = int(DType::f32); break;
+      case 2 << 8 | 64: v.dtype = int(DType::f64); break;
+      case 2 << 8 | 16: v.dtype = int(DType::f16); break;
+      case 4 << 8 | 16: v.dtype = int(DType::bf16); break;
+      case 0 << 8 | 8: v.dtype = int(DType::i8); break;
+      case 1 << 8 | 8: v.dtype = int(DType::u8); break;
+      case 0 << 8 | 32: v.dtype = int(DType::i32); break;
+      case 0 << 8 | 64: v.dtype = int(DType::i64); break;
+      default: return false;
+    }
+    int64_t count = 1;
+    for (int i = t.ndim - 1; i >= 0; --i) {
+      if (t.strides && t.shape[i] != 1 && t.strides[i] != count) return false;
+      count *= t.shape[i];
+    }
+    v.data = static_cast<unsigned char*>(t.data) + t.byte_offset;
+    v.count = size_t(count);
+    return true;
+  }
+
+  PyObject* run(PyObject* const* args, Py_ssize_t n) {
+    View in, out;
+    int op = n_ops;
+    if (n == 3) {
+      for (op = 0; op < n_ops && args[2] != ops_[op].ptr(); ++op) {
+      }
+    }
+    if (op == n_ops || !view(args[0], in)) return slow(args, n);
+    if (args[1] == args[0]) {
+      out = in;
+    } else if (!view(args[1], out) || out.count != in.count || out.dtype != in.dtype) {
+      return slow(args, n);
+    }
+    if (Op(op) == Op::avg && !is_float(DType(in.dtype))) return slow(args, n);
+    try {
+      comm_->call(in.count * item_size(DType(in.dtype)), [&](Comm& c) {
+        c.all_reduce(in.data, out.data, in.count, DType(in.dtype), Op(op), threshold);
+      });
+    } catch (const Error& e) {
+      set_error(e);
+      return nullptr;
+    } catch (nb::python_error& e) {
+      e.restore();
+      return nullptr;
+    }
+    ++calls;
+    Py_RETURN_NONE;
+  }
+
+  PyObject* slow(PyObject* const* args, Py_ssize_t n, PyObject* names = nullptr) {
+    nb::object backend = backend_();
+    if (backend.is_none()) {
+      PyErr_SetString(PyExc_ReferenceError, "the backend of this all_reduce is gone");
+      return nullptr;
+    }
+    nb::object method = nb::steal(PyObject_GetAttrString(backend.type().ptr(), "all_reduce"));
+    if (!method.is_valid()) return nullptr;
+    std::vector<PyObject*> all(1, backend.ptr());
+    all.insert(all.end(), args, args + n + (names ? PyTuple_GET_SIZE(names) : 0));
+    return PyObject_Vectorcall(method.ptr(), all.data(), size_t(n) + 1, names);
+  }
+
+  PyComm* comm_;
+  nb::object keep_, type_, backend_;
+  nb::object ops_[n_ops];
+  int (*read_)(void*, DLTensor*) = nullptr;
+};
+
+PyMethodDef fast_all_reduce = {"all_reduce", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&FastAllReduce::call)),
+                               METH_FASTCALL | METH_KEYWORDS, "output = reduction of every rank's input."};
 
 // n + 1 offsets from n sizes, in units of `unit`.
 std::vector<size_t> offsets_of(const std::vector<size_t>& sizes) {
@@ -321,7 +468,7 @@ NB_MODULE(_shm, m) {
              return nb::ndarray<uint8_t>(pointer(s.address() + offset), 1, shape, self, nullptr, nb::dtype<uint8_t>(),
                                          nb::device::cpu::value, 0);
            },
-           "offset"_a, "size_bytes"_a, "A DLPack object over a piece of the segment, which it keeps mapped.")
+           "offset"_a, "size_bytes"_a, "A DLPack capsule over a piece of the segment, which it keeps mapped.")
       .def_prop_ro("address", &Segment::address)
       .def_prop_ro("size_bytes", &Segment::bytes);
 
@@ -539,4 +686,12 @@ NB_MODULE(_shm, m) {
           "collective"_a, "input"_a, "output"_a, "count"_a, "dtype"_a, "op"_a, "root"_a, "threshold"_a, "keep"_a,
           "A BoundCall. count: elements of one part (reduce_scatter, all_gather, all_to_all, gather, scatter) or of all.\n"
           "keep is held alive with it.");
+
+  nb::class_<FastAllReduce>(m, "FastAllReduce", "all_reduce(input, output, op) on tensors, without a line of Python.")
+      .def(nb::init<nb::object, nb::object, nb::object, size_t>(), "comm"_a, "tensor_type"_a, "backend"_a, "threshold"_a)
+      .def_prop_ro("usable", &FastAllReduce::usable, "Whether this torch has the DLPack C exchange API.")
+      .def_rw("threshold", &FastAllReduce::threshold)
+      .def_ro("calls", &FastAllReduce::calls)
+      .def("function", [](nb::object self) { return nb::steal(PyCFunction_New(&fast_all_reduce, self.ptr())); },
+           "The callable: all_reduce(input, output, op).");
 }
