@@ -94,7 +94,7 @@ class Cell:
 class Curves:
     """One cell's measurements. logs: (backends, sizes, launches), natural logs of launch medians in seconds, NaN where
     none; sizes: bytes, ascending. today: the kernel that today's policy takes at each size, "" where unknown.
-    auto_logs: (sizes, launches), the same calls as today's policy made them."""
+    auto_logs: (sizes, launches), the same calls as today's policy made them. launch_keys: the launches' names."""
 
     cell: Cell
     sizes: tuple[int, ...]
@@ -102,6 +102,7 @@ class Curves:
     logs: Array
     today: tuple[str, ...]
     auto_logs: Array
+    launch_keys: tuple[str, ...] = ()
 
     @property
     def launches(self) -> int:
@@ -118,9 +119,9 @@ class Curves:
 
     def restricted(self, launches: NDArray[np.bool_]) -> Curves:
         """The same with some of the launches only."""
-        return Curves(
-            self.cell, self.sizes, self.backends, self.logs[:, :, launches], self.today, self.auto_logs[:, launches]
-        )
+        keys = tuple(key for key, there in zip(self.launch_keys, launches, strict=False) if there)
+        logs, auto_logs = self.logs[:, :, launches], self.auto_logs[:, launches]
+        return Curves(self.cell, self.sizes, self.backends, logs, self.today, auto_logs, keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +168,32 @@ class Regret:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldOut:
+    """What launches that had no part in the choice say of it.
+
+    launches: how many. tuned, today: regrets of the two policies' picks. gain: over all sizes at which the two differ,
+    log(T_today / T_tuned) as their own calls took it; None where they never do. noise: as in CellTuning. taken_back:
+    changes that these launches did not bear out, in words; the final picks are without them. astray: sizes at which
+    the tuned policy did not take what it should, with what it took.
+    """
+
+    launches: int
+    tuned: Regret
+    today: Regret | None
+    gain: Estimate | None
+    noise: float
+    taken_back: tuple[str, ...] = ()
+    astray: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class CellTuning:
     """The result for one cell. picks: the backend chosen at each measured size.
 
     regret_today and regret_tuned: in the very data that the choice was made from. regret_held_out: every launch is
     judged by a choice made without it; None below three launches. noise: the typical standard deviation, between
     launches, of the log-ratio of two backends at one size. provable: the smallest gain at a single size that these
-    launches could have shown, by ``Rules``.
+    launches could have shown, by ``Rules``. held_out: fresh launches' word, where there were any.
     """
 
     curves: Curves
@@ -185,6 +205,7 @@ class CellTuning:
     regret_held_out: Regret | None
     noise: float
     provable: float
+    held_out: HeldOut | None = None
 
     @property
     def cell(self) -> Cell:
@@ -327,7 +348,7 @@ def _curves(cell: Cell, group: pd.DataFrame, policy: str) -> Curves | None:
     for size, kernel in zip(auto["size_bytes"], auto["kernel"], strict=True):
         taken.setdefault(int(size), Counter())[str(kernel)] += 1
     today = tuple(taken[s].most_common(1)[0][0] if s in taken else "" for s in sizes)
-    return Curves(cell, tuple(sizes), tuple(backends), logs, today, auto_logs)
+    return Curves(cell, tuple(sizes), tuple(backends), logs, today, auto_logs, tuple(launches))
 
 
 def _add(
@@ -368,7 +389,11 @@ def tune(
 
 def tune_cell(curves: Curves, edges: Sequence[int] = (), rules: Rules = Rules()) -> CellTuning:
     """Choose for one cell; see ``tune``."""
-    picks = choose(curves, rules)
+    return result_of(curves, choose(curves, rules), edges, rules)
+
+
+def result_of(curves: Curves, picks: Sequence[str], edges: Sequence[int], rules: Rules) -> CellTuning:
+    """What there is to say of these picks, one per size."""
     noise = noise_of(curves)
     n = curves.launches
     t = float(t_quantile(1 - rules.error_rate, n - 1)) if n > 1 else math.inf
@@ -529,8 +554,12 @@ def _intervals(curves: Curves, picks: Sequence[str], boundaries: Sequence[Bounda
 
 
 def regret_of(curves: Curves, cost: Array, picks: Sequence[str]) -> Regret:
-    """The regret of picks against the fastest backend at each size. cost: (sizes, backends) log latencies."""
-    return _regret(curves.sizes, [cost[i, curves.backends.index(name)] for i, name in enumerate(picks)], cost)
+    """The regret of picks against the fastest backend at each size, NaN where a pick was not measured.
+
+    cost: (sizes, backends) log latencies.
+    """
+    own = [cost[i, curves.backends.index(n)] if n in curves.backends else math.nan for i, n in enumerate(picks)]
+    return _regret(curves.sizes, own, cost)
 
 
 def _regret(sizes: Sequence[int], own: Iterable[float], cost: Array) -> Regret:

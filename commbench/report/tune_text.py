@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from commbench.analysis.regret import RegretReport
-    from commbench.analysis.tune import Boundary, CellTuning, Interval, Regret, Tuning
+    from commbench.analysis.tune import Boundary, CellTuning, HeldOut, Interval, Regret, Tuning
+    from commbench.analysis.workload import StepTime, Workload
 
 MOST_REGRETS = 20  # lines of a terminal's table of regrets
 
@@ -114,8 +115,8 @@ def facts(cell: CellTuning) -> Iterator[tuple[str, str]]:
     if cell.regret_today is not None:
         yield "regret of today's policy", regret_text(cell.regret_today)
     yield "regret of the tuned one", regret_text(cell.regret_tuned)
-    if cell.regret_held_out is not None:
-        yield "held-out launches", regret_text(cell.regret_held_out)
+    if cell.held_out is None and cell.regret_held_out is not None:
+        yield "each launch by the others' choice", f"regret {regret_text(cell.regret_held_out)}"
     yield (
         "noise",
         (
@@ -123,6 +124,20 @@ def facts(cell: CellTuning) -> Iterator[tuple[str, str]]:
             f"{cell.curves.launches} launches can show a gain of {ratio(cell.provable)} at one size"
         ),
     )
+
+
+def _held_out_facts(held_out: HeldOut) -> Iterator[tuple[str, str]]:
+    fresh = f"{held_out.launches} fresh launches"
+    if held_out.today is not None:
+        yield f"{fresh}, today's policy", f"regret {regret_text(held_out.today)}"
+    yield f"{fresh}, tuned", f"regret {regret_text(held_out.tuned)}"
+    if held_out.gain is not None:
+        yield f"{fresh}, gain", f"{gain_text(held_out.gain)} where the policies differ, as their own calls took it"
+    for line in held_out.taken_back:
+        yield "taken back", line
+    for size, kernel in held_out.astray:
+        yield "astray", f"at {format_size(size)} the tuned policy took {kernel}"
+    yield f"{fresh}, noise", f"a ratio of two backends varies by {ratio(math.expm1(held_out.noise))}"
 
 
 def _boundary_text(boundary: Boundary) -> str:
@@ -156,6 +171,25 @@ def print_tuning(tuning: Tuning, console: Console) -> None:
             grid.add_row(name, value)
         console.print(grid)
     print_left_out(dict(tuning.left_out), console)
+
+
+def print_steps(load: Workload, steps: Sequence[StepTime], console: Console) -> None:
+    """Milliseconds per step in collectives, by phase and policy."""
+    console.print()
+    title = f"{load.name}: {load.dtype} on {load.tp} ranks, time per step in collectives"
+    console.print(Text(title, style="bold cyan"))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("phase")
+    policies = list(dict.fromkeys(s.policy for s in steps))
+    for policy in policies:
+        table.add_column({"fastest": "fastest at each size"}.get(policy, policy), justify="right")
+    if "today" in policies:
+        table.add_column("tuned saves", justify="right")
+    for phase in dict.fromkeys(s.phase for s in steps):
+        own = {s.policy: s.milliseconds for s in steps if s.phase == phase}
+        saved = [f"{own['today'] - own['tuned']:.3g} ms"] if "today" in own else []
+        table.add_row(phase, *(f"{own[p]:.3g} ms" for p in policies), *saved)
+    console.print(table)
 
 
 def print_left_out(left_out: dict[str, int], console: Console) -> None:
