@@ -447,14 +447,9 @@ def _slow_points(night: _Night, family: str) -> tuple[SlowPoint, ...]:
         rows = rows.where(p[rows.index] <= night.tests.point_alpha)
     if not len(rows):
         return ()
-    rows = rows.where(
-        np.exp(
-            _robust(
-                night.deciding, *(m[rows.index] for m in (night.deciding.aligned.base, night.deciding.aligned.cand))
-            )
-        )
-        >= 1 + night.rule.margin
-    )
+    sides = night.deciding.aligned
+    robust = _robust(night.deciding, sides.base[rows.index], sides.cand[rows.index])
+    rows = rows.where(np.exp(robust) >= 1 + night.rule.margin)
     names = ("ratio", "ratio_low", "ratio_high")
     found = [
         SlowPoint(str(label), float(ratio), float(low), float(high), float(p[i]), float(base_s), float(cand_s))
