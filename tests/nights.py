@@ -96,3 +96,37 @@ def write_run(
     finish(directory)
     update_manifest(directory, outcome=outcome)
     return directory
+
+
+def side_frame(
+    points: Sequence[Point],
+    *,
+    launches: int = 10,
+    cv: float = 0.02,
+    seed: int = 0,
+    slower: Callable[[Point], float] = lambda p: 1.0,
+    change: Callable[[Point, int, dict[str, Any]], dict[str, Any] | None] = lambda point, launch, row: row,
+) -> Any:
+    """One side of a comparison as ``read_latencies`` would give it, without a disk. ``change`` as ``rows`` above."""
+    import pandas as pd
+
+    from commbench.store.latencies import COLUMNS
+
+    random = np.random.default_rng(seed)
+    rows = []
+    known = [
+        {**p.to_dict(), "backend_requested": p.backend, "backend_picked": p.backend, "point_id": p.point_id,
+         "point_key": p.point_key, "sync": "window", "timing": "single", "status": "ok", "reason": ""}
+        for p in points
+    ]  # fmt: skip
+    for launch in range(launches):
+        for point, facts in zip(points, known, strict=True):
+            latency = base_latency_s(point) * slower(point) * random.lognormal(0, cv)
+            row: dict[str, Any] | None = {
+                **facts, "launch": launch, "latency_median_s": latency, "latency_ci_low_s": latency * 0.99,
+                "latency_ci_high_s": latency * 1.01,
+            }  # fmt: skip
+            row = change(point, launch, row)
+            if row is not None:
+                rows.append(row)
+    return pd.DataFrame(rows, columns=list(COLUMNS))
