@@ -21,6 +21,18 @@ BUSBW_FACTOR: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1.0,
     "reduce": lambda n: 1.0,
     "send_recv": lambda n: 1.0,
+    "all_gatherv": lambda n: (n - 1) / n,
+    "all_gatherv_skewed": lambda n: (n - 1) / n,
+    "reduce_scatterv": lambda n: (n - 1) / n,
+    "reduce_scatterv_skewed": lambda n: (n - 1) / n,
+    "send_object": lambda n: 1.0,
+    "broadcast_object": lambda n: 1.0,
+    "queue_broadcast": lambda n: 1.0,
+    "send_tensor_dict": lambda n: 1.0,
+    "send_tensor_dict_async": lambda n: 1.0,
+    "send_tensor_dict_split": lambda n: 1.0,
+    "broadcast_tensor_dict": lambda n: 1.0,
+    "weight_update": lambda n: 1.0,
 }
 
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from commbench.errors import SpecError, UnknownName, unknown
 from commbench.registry import BACKENDS
@@ -28,6 +28,9 @@ BOUNDARIES = "boundaries"  # in place of a size: the policy's thresholds, one el
 MOST_STEPS = 10_000
 MEASURED_MODES = ("eager",)
 BYTES_PER_RANK = 200 << 20  # what a rank's process takes before any buffer (torch's own memory)
+BYTES = "uint8"  # the dtype of what carries objects
+# kinds of groups; all groups of a kind work at once, unless it ends in :0, which is the first group alone
+GROUPS = ("world", "tp", "pp", "moe_ep", "moe_tp", "tp:0", "pp:0", "moe_ep:0", "moe_tp:0")
 SYNCS = ("window", "barrier", "none")
 LOOPS = ("python", "native")
 DEVICES = ("auto", "cpu", "cuda")
@@ -130,6 +133,8 @@ class SweepSpec(BaseModel):
     group: Names = ("world",)
     # how
     tp: int = 2
+    pp: int = 1
+    ep: int = 1
     device: str = "auto"
     launches: int = 1
     target_ci: float = 0.01
@@ -188,8 +193,10 @@ class SweepSpec(BaseModel):
     @classmethod
     def _groups_exist(cls, value: Names) -> Names:
         for name in value:
-            if name != "world":
-                raise ValueError(f"unknown group {name!r}; allowed: world")
+            if name not in GROUPS:
+                raise ValueError(f"unknown group {name!r}; allowed: {', '.join(GROUPS)}")
+        if not value:
+            raise ValueError("is empty; name at least one")
         return value
 
     @field_validator("sizes")
@@ -227,12 +234,12 @@ class SweepSpec(BaseModel):
             _valid(parse_skew, value)
         return value
 
-    @field_validator("tp", "launches", "seed", mode="before")
+    @field_validator("tp", "pp", "ep", "launches", "seed", mode="before")
     @classmethod
     def _whole(cls, value: Any, info: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"{value!r} is not a whole number")
-        if info.field_name == "tp" and value < 2:
+        if info.field_name in ("tp", "pp", "ep") and value < 1:
             raise ValueError(f"{value} ranks cannot hold a collective; it takes at least 2")
         if info.field_name == "launches" and not 1 <= value <= 1000:
             raise ValueError(f"{value} is not between 1 and 1000")
@@ -247,6 +254,24 @@ class SweepSpec(BaseModel):
     @classmethod
     def _duration(cls, value: Any) -> float | None:
         return None if value is None else _valid(parse_duration, value)
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if self.ranks < 2:
+            raise ValueError(f"tp: {self.ranks} ranks cannot hold a collective; it takes at least 2")
+        if self.tp % self.ep:
+            raise ValueError(f"ep: {self.ep} does not divide tp, {self.tp} ranks, among which experts are split")
+        return self
+
+    @property
+    def ranks(self) -> int:
+        """Processes of a launch."""
+        return self.tp * self.pp
+
+    def group_size(self, group: str) -> int:
+        """Ranks in one group of a kind (``tp``, or ``tp:0`` for the first alone)."""
+        sizes = {"world": self.ranks, "tp": self.tp, "pp": self.pp, "moe_ep": self.ep, "moe_tp": self.tp // self.ep}
+        return sizes[group.partition(":")[0]]
 
 
 def _valid(parse: Callable[[Any], Parsed], value: Any) -> Parsed:
@@ -273,6 +298,7 @@ _TABLES = {
     ),
     "run": (
         "tp", "device", "launches", "target_ci", "max_time_per_point", "budget", "seed", "sync", "loop", "skew",
+        "pp", "ep",
     ),
 }  # fmt: skip
 
@@ -340,6 +366,8 @@ def make_spec(settings: Mapping[str, Any], source: Mapping[str, str]) -> SweepSp
         first = error.errors()[0]
         key = str(first["loc"][0]) if first["loc"] else ""
         message = first["msg"].removeprefix("Value error, ")
+        if not key:  # settings that do not fit each other: the text names the one to change
+            key, _, message = message.partition(": ")
         if first["type"] == "extra_forbidden":
             message = f"unknown key; allowed: {', '.join(SweepSpec.model_fields)}"
         raise SpecError(f"{source.get(key, key)}: {message}") from None
@@ -372,8 +400,16 @@ def expand(spec: SweepSpec, memory_bytes: int, probes: Probes | None = None) -> 
         spec.collectives, spec.backends, spec.policy, spec.group, spec.mode, spec.cache
     ):
         collective = COLLECTIVES[collective_name]
+        ranks = spec.group_size(group)
+        reason = _no_place(spec, collective_name, group, backend, cache)
+        if reason:
+            skipped[reason] += 1
+            if ranks > 1 and ranks % collective.multiple:
+                used.add(("collectives", collective_name))  # another number of ranks has it: no mistake of the user's
+            continue
+        used |= {("group", group), ("backends", backend)}
         common: dict[str, Any] = {
-            "world_size": spec.tp,
+            "world_size": ranks,
             "group": group,
             "backend": backend,
             "policy": policy,
@@ -384,7 +420,7 @@ def expand(spec: SweepSpec, memory_bytes: int, probes: Probes | None = None) -> 
             used |= {("collectives", collective_name)}
             continue
         for dtype, layout, placement, op in product(
-            spec.dtypes,
+            spec.dtypes if collective.carries == "tensors" else (BYTES,),
             spec.layout,
             spec.placement or (collective.placements[0],),
             spec.ops if collective.reduces else ("",),
@@ -397,14 +433,14 @@ def expand(spec: SweepSpec, memory_bytes: int, probes: Probes | None = None) -> 
                 ("collectives", collective_name), ("dtypes", dtype), ("layout", layout), ("placement", placement),
                 ("ops", op), ("cache", cache),
             }  # fmt: skip
-            for size in _sizes_for(tokens, collective_name, dtype, spec.tp, policy, probes):
+            for size in _sizes_for(tokens, collective_name, dtype, ranks, policy, probes):
                 point = Point(
                     collective_name, op, dtype, size, layout=layout, cache=cache, placement=placement, **common
                 )
                 points[point] = None
     if not points:
         raise SpecError("nothing to measure: " + ("; ".join(skipped) or "the sizes name none"))
-    for key in ("collectives", "dtypes", "ops", "layout", "placement", "cache"):
+    for key in ("collectives", "dtypes", "ops", "layout", "placement", "cache", "group", "backends"):
         for value in getattr(spec, key):
             if (key, value) not in used and _asked_for(spec, key):
                 why = next((r for r in skipped if value in r), "nothing in this sweep can have it")
@@ -417,6 +453,23 @@ def _asked_for(spec: SweepSpec, key: str) -> bool:
     return key in spec.model_fields_set
 
 
+def _no_place(spec: SweepSpec, collective: str, group: str, backend: str, cache: str) -> str:
+    """Why a collective cannot run in a group, or ""."""
+    info, ranks = COLLECTIVES[collective], spec.group_size(group)
+    if ranks < 2:
+        return f"a {group} group has one rank with --tp {spec.tp} --pp {spec.pp} --ep {spec.ep}"
+    if group.endswith(":0") and spec.ranks == ranks:
+        return f"{group} is all of {group.removesuffix(':0')}: there is one such group only"
+    if ranks % info.multiple:
+        what = "pairs of ranks" if info.multiple == 2 else "two halves of 2 ranks or more"
+        return f"{collective} takes {what}, which a group of {ranks} does not have"
+    if not info.dispatched and backend != AUTO:
+        return f"{collective} has one way, so {backend} cannot be forced"
+    if not info.dispatched and cache != "hot":
+        return f"{collective} makes its tensors anew, so they are not {cache}"
+    return ""
+
+
 def _impossible(collective: str, dtype: str, op: str, layout: str, placement: str) -> str:
     """Why a combination cannot exist, or ""."""
     info = COLLECTIVES[collective]
@@ -424,6 +477,8 @@ def _impossible(collective: str, dtype: str, op: str, layout: str, placement: st
         return f"op {op} does not exist for {dtype}"
     if placement not in info.placements:
         return f"{collective} has no {placement}-place form"
+    if not info.dispatched and layout != "contiguous":
+        return f"{collective} makes its tensors anew, so they are not {layout}"
     if layout == "strided" and placement == "in" and collective in ("all_gather", "reduce_scatter"):
         return f"in-place {collective} works on parts of one contiguous tensor, not on strided ones"
     return ""
@@ -464,17 +519,17 @@ def _check_memory(spec: SweepSpec, memory_bytes: int) -> None:
     largest = max(
         (t if isinstance(t, int) else t.stop for t in parse_sizes(spec.sizes) if not isinstance(t, str)), default=0
     )
-    ranks = spec.tp * BYTES_PER_RANK
+    ranks, pipeline = spec.ranks * BYTES_PER_RANK, f" --pp {spec.pp}" if spec.pp > 1 else ""
     if ranks > memory_bytes:
         raise SpecError(
-            f"--tp {spec.tp}: so many ranks need about {format_size(ranks >> 20 << 20)} of memory for their processes "
-            f"alone, this host has {format_size(memory_bytes >> 20 << 20)}"
+            f"--tp {spec.tp}{pipeline}: so many ranks need about {format_size(ranks >> 20 << 20)} of memory for "
+            f"their processes alone, this host has {format_size(memory_bytes >> 20 << 20)}"
         )
     # input and output on every rank, and one more copy while results are compared
-    needed = ranks + spec.tp * 3 * largest
+    needed = ranks + spec.ranks * 3 * largest
     if needed > memory_bytes:
         raise SpecError(
-            f"size {largest} ({format_size(largest)}) with {spec.tp} ranks needs about {needed / 2**30:.1f} GiB of "
+            f"size {largest} ({format_size(largest)}) with {spec.ranks} ranks needs about {needed / 2**30:.1f} GiB of "
             "memory, "
             f"this host has {memory_bytes / 2**30:.1f} GiB"
         )

@@ -54,6 +54,9 @@ class Collective:
     reduces: takes an op. splits: the message is the sum over ranks, so its size is a multiple of
     itemsize × ranks. synchronising: no rank can leave before the last has entered, so the headline
     latency is t_last; otherwise it is t_win. placements: those that exist, the customary one first.
+    dispatched: a policy picks its backend; otherwise the coordinator has one way to do it. carries: tensors of any
+    dtype, or bytes (objects). multiple: the group's ranks are a multiple of it (2: they work in pairs; 4: in halves
+    of two and more).
     """
 
     name: str
@@ -62,6 +65,9 @@ class Collective:
     synchronising: bool
     placements: tuple[str, ...]
     has_data: bool = True
+    dispatched: bool = True
+    carries: str = "tensors"
+    multiple: int = 1
 
 
 COLLECTIVES: dict[str, Collective] = {
@@ -77,6 +83,22 @@ COLLECTIVES: dict[str, Collective] = {
         Collective("scatter", False, True, False, ("out",)),
         Collective("send_recv", False, False, False, ("out",)),
         Collective("barrier", False, False, True, ("in",), has_data=False),
+        # rank i has its own number of rows: about equal, or (skewed) half as many as the rank before
+        Collective("all_gatherv", False, True, True, ("out",)),
+        Collective("all_gatherv_skewed", False, True, True, ("out",)),
+        Collective("reduce_scatterv", True, True, True, ("out",)),
+        Collective("reduce_scatterv_skewed", True, True, True, ("out",)),
+        # objects and dictionaries of tensors; in pairs each even rank sends to the next
+        Collective("send_object", False, False, False, ("out",), dispatched=False, carries="bytes", multiple=2),
+        Collective("broadcast_object", False, False, False, ("out",), dispatched=False, carries="bytes"),
+        Collective("queue_broadcast", False, False, False, ("out",), dispatched=False, carries="bytes"),
+        Collective("send_tensor_dict", False, False, False, ("out",), dispatched=False, multiple=2),
+        Collective("send_tensor_dict_async", False, False, False, ("out",), dispatched=False, multiple=2),
+        # the first half sends to the second; each rank of a half sends one part, and the receivers gather
+        Collective("send_tensor_dict_split", False, False, False, ("out",), dispatched=False, multiple=4),
+        Collective("broadcast_tensor_dict", False, False, False, ("out",), dispatched=False),
+        # make a group, broadcast a model's tensors in buckets, end the group
+        Collective("weight_update", False, False, True, ("out",), dispatched=False),
     )
 }
 
@@ -147,6 +169,8 @@ class Point:
             parts.append(self.op)
         if self.dtype != NO_DTYPE:
             parts += [self.dtype, format_size(self.size_bytes)]
+        if self.group != "world":
+            parts.append(f"in {self.group}")
         parts += [
             v for v, usual in ((self.layout, "contiguous"), (self.mode, "eager"), (self.cache, "hot")) if v != usual
         ]

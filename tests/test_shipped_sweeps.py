@@ -10,7 +10,7 @@ import pytest
 from commbench.sweep import Expansion, SweepSpec, expand, make_spec, read_file
 
 SWEEPS = Path(__file__).resolve().parent.parent / "sweeps"
-NAMES = ("decode", "nightly", "quick", "thresholds")
+NAMES = ("coordinator", "decode", "nightly", "quick", "thresholds")
 GIB = 1 << 30
 
 

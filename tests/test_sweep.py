@@ -56,13 +56,13 @@ def test_combinations_that_cannot_exist_are_skipped_and_counted() -> None:
 
 
 def test_the_customary_placement_is_each_collectives_own() -> None:
-    spec = make_spec({"collectives": ",".join(COLLECTIVES)}, {})
+    spec = make_spec({"collectives": ",".join(COLLECTIVES), "tp": 4}, {})
     for point in expand(spec, MEMORY).points:
         assert point.placement == COLLECTIVES[point.collective].placements[0]
 
 
 def test_points_are_distinct() -> None:
-    expansion = expand(make_spec({"collectives": ",".join(COLLECTIVES), "placement": "in,out"}, {}), MEMORY)
+    expansion = expand(make_spec({"collectives": ",".join(COLLECTIVES), "placement": "in,out", "tp": 4}, {}), MEMORY)
     assert len({p.point_id for p in expansion.points}) == len(expansion.points)
 
 
@@ -172,3 +172,44 @@ def test_every_shipped_sweep_unfolds(name: str) -> None:
         return [65536]
 
     assert expand(spec, MEMORY, probes).points
+
+
+def groups_of(**settings: object) -> set[tuple[str, int]]:
+    return {(p.group, p.world_size) for p in expand(make_spec(dict(settings), {}), MEMORY).points}
+
+
+def test_a_group_has_the_size_that_tp_pp_and_ep_give_it() -> None:
+    every = "world,tp,pp,moe_ep,moe_tp,tp:0,pp:0"
+    found = groups_of(tp=4, pp=2, ep=2, group=every, collectives="all_reduce", sizes="1KiB")
+    assert found == {
+        ("world", 8), ("tp", 4), ("pp", 2), ("moe_ep", 2), ("moe_tp", 2), ("tp:0", 4), ("pp:0", 2),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"group": "dp"}, "unknown group 'dp'; allowed: world, tp, pp"),
+        ({"group": "pp"}, "a pp group has one rank with --tp 2 --pp 1 --ep 1"),
+        ({"group": "tp:0"}, "tp:0 is all of tp"),
+        ({"tp": 4, "ep": 3}, "ep: 3 does not divide tp"),
+        ({"tp": 1}, "tp: 1 ranks cannot hold"),
+        ({"tp": 2, "collectives": "send_tensor_dict_split"}, "takes two halves of 2 ranks or more"),
+        ({"tp": 3, "collectives": "send_object"}, "takes pairs of ranks, which a group of 3"),
+        ({"collectives": "send_object,all_reduce", "backends": "shm,torch_dist"}, "send_object has one way"),
+    ],
+)
+def test_a_group_that_nothing_can_run_in_is_an_error(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        expand(make_spec({"sizes": "1KiB", **settings}, {}), MEMORY)
+
+
+def test_two_stages_of_one_rank_are_a_sweep() -> None:
+    assert groups_of(tp=1, pp=2, group="pp", collectives="send_tensor_dict", sizes="1KiB") == {("pp", 2)}
+
+
+def test_objects_are_measured_in_bytes_whatever_the_dtypes() -> None:
+    spec = make_spec({"collectives": "send_object,all_reduce", "dtypes": "bfloat16", "sizes": "1KiB"}, {})
+    assert {(p.collective, p.dtype) for p in expand(spec, MEMORY).points} == {
+        ("send_object", "uint8"), ("all_reduce", "bfloat16"),
+    }  # fmt: skip

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 _FLAGS = {
     "tp": "--tp",
+    "pp": "--pp",
+    "ep": "--ep",
+    "group": "--group",
     "device": "--device",
     "collectives": "--collectives",
     "dtypes": "--dtypes",
@@ -41,10 +44,16 @@ _FLAGS = {
 
 @click.command(context_settings={"max_content_width": 100})
 @click.argument("spec_file", metavar="[SPEC]", required=False)
-@click.option("--tp", type=int, help="Number of ranks. More ranks than cores work on CPU, and are marked. [default: 2]")
+@click.option("--tp", type=int, help="Ranks of a tensor parallel group. More ranks than cores work on CPU, and are "
+              "marked. [default: 2]")  # fmt: skip
+@click.option("--pp", type=int, help="Pipeline stages; the sweep takes tp × pp ranks. [default: 1]")
+@click.option("--ep", type=int, help="Expert parallelism inside a tensor parallel group. [default: 1]")
+@click.option("--group", help="Comma-separated groups to measure: world, tp, pp, moe_ep, moe_tp (all of a kind at "
+              "once), tp:0 … (the first alone). [default: world]")  # fmt: skip
 @click.option("--device", help="auto, cpu or cuda. [default: auto]")
 @click.option("--collectives", help="Comma-separated: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, "
-              "reduce, gather, scatter, send_recv, barrier.")  # fmt: skip
+              "reduce, gather, scatter, send_recv, barrier, and what "
+              "the coordinator does beside: see the sweep `coordinator`.")  # fmt: skip
 @click.option("--dtypes", help="Comma-separated: float32, float16, bfloat16, float64, int8, uint8, int32, int64, …")
 @click.option("--ops", help="Comma-separated: sum, prod, min, max, avg. [default: sum]")
 @click.option("--sizes", help="Total message bytes: 8,1KiB,10MB or ranges 8:64MiB:x2, 1KiB:16KiB:+1KiB, or boundaries.")

@@ -156,8 +156,9 @@ class GroupCoordinator(TensorCollectives):
         self._own_calls["torch_dist"] += 1
         return objects.recv(self._cpu, src)
 
-    def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
-        """Rank src's object on every rank. Through the message queue where the group has one and src is its writer.
+    def broadcast_object(self, obj: Any = None, src: int = 0, *, through_queue: bool = True) -> Any:
+        """Rank src's object on every rank. Through the message queue where the group has one and src is its writer,
+        unless through_queue is false.
 
         Raises CollectiveError (on every rank) for an object that cannot be pickled, PeerLost as ``recv_object``.
         """
@@ -165,7 +166,7 @@ class GroupCoordinator(TensorCollectives):
         self._check_rank("broadcast_object", "src", src)
         if self.world_size == 1:
             return obj
-        if self.message_queue is not None and src == _QUEUE_WRITER:
+        if through_queue and self.message_queue is not None and src == _QUEUE_WRITER:
             self._own_calls["message_queue"] += 1
             return self.message_queue.broadcast_object(obj)
         self._own_calls["torch_dist"] += 1

@@ -20,7 +20,7 @@ from commbench.coordinator.alone import AloneBackend
 from commbench.coordinator.setup import BackendSet, backends_of, set_up_backends
 from commbench.errors import BackendUnavailable, CollectiveError
 from commbench.policy import Policy
-from commbench.types import OPS, CallSignature, Decision, Platform
+from commbench.types import COLLECTIVES, OPS, CallSignature, Decision, Platform
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name
@@ -203,6 +203,9 @@ class Router:
             return Decision(
                 AloneBackend.name, policy=self.policy.name, reason="a group of one rank has nobody to talk to"
             )
+        kind = COLLECTIVES.get(call.collective)
+        if kind is not None and not kind.dispatched:
+            return self._only_way(call.collective)
         declines = {}
         for name, backend in self._set.ready.items():
             reason = backend.declines(call)
@@ -215,6 +218,17 @@ class Router:
         if reason is not None:
             raise BackendUnavailable(self._forced, reason)
         return Decision(picked=self._forced, policy="forced", reason="asked for by name")
+
+    def _only_way(self, collective: str) -> Decision:
+        """The decision for what has no choice of backends. Raises BackendUnavailable when another is forced."""
+        way = "message_queue" if collective == "queue_broadcast" else "torch_dist"
+        if self._forced not in (None, way):
+            raise BackendUnavailable(str(self._forced), f"it has no {collective}, which goes through {way}")
+        return Decision(way, policy=self.policy.name, reason=f"the coordinator has this one way for {collective}")
+
+    def count_call(self, name: str) -> None:
+        """Add one to the calls of ``name``, for traffic that goes past the backends."""
+        self._own_calls[name] += 1
 
     def _decided(
         self,

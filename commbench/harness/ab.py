@@ -145,7 +145,7 @@ def run_stage(
     outcome = "failed"
     try:
         for pair, name in launch_order(pairs, settings.seed):
-            run_launch(folders[name], pair, spec.tp, on_event, sides[name].program)
+            run_launch(folders[name], pair, spec.ranks, on_event, sides[name].program)
         outcome = "complete"
     except KeyboardInterrupt:
         outcome = "interrupted"

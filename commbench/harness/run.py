@@ -48,10 +48,12 @@ def resolve_device(spec: SweepSpec) -> str:
     gpus = gpu_count()
     if spec.device == "cuda" and not gpus:
         raise SpecError("--device cuda: this machine shows no GPU; use --device cpu")
-    if spec.device == "cuda" and gpus < spec.tp:
-        raise SpecError(f"--device cuda --tp {spec.tp}: this machine has {gpus} GPUs, one is needed for each rank")
+    if spec.device == "cuda" and gpus < spec.ranks:
+        raise SpecError(
+            f"--device cuda with {spec.ranks} ranks: this machine has {gpus} GPUs, one is needed for each rank"
+        )
     if spec.device == "auto":
-        return "cuda" if gpus >= spec.tp else "cpu"
+        return "cuda" if gpus >= spec.ranks else "cpu"
     return spec.device
 
 
@@ -67,8 +69,8 @@ def prepare(spec: SweepSpec) -> tuple[Expansion, Settings]:
         return probe_sizes(policies[policy], collective, dtype, platform)
 
     skew_rank, skew_s = parse_skew(spec.skew) if spec.skew else (None, 0.0)
-    if skew_rank is not None and skew_rank >= spec.tp:
-        raise SpecError(f"--skew {spec.skew}: there is no rank {skew_rank} among {spec.tp}; ranks start at 0")
+    if skew_rank is not None and skew_rank >= spec.ranks:
+        raise SpecError(f"--skew {spec.skew}: there is no rank {skew_rank} among {spec.ranks}; ranks start at 0")
     if skew_rank is not None and spec.loop == "native":
         raise SpecError("--skew delays the Python loop; take --loop python")
     expansion = expand(spec, psutil.virtual_memory().total, probes)
@@ -83,6 +85,9 @@ def prepare(spec: SweepSpec) -> tuple[Expansion, Settings]:
         skew_s=skew_s,
         device=device,
         backends=tuple(b for b in spec.backends if b != AUTO),
+        tp=spec.tp,
+        pp=spec.pp,
+        ep=spec.ep,
     )
     return expansion, settings
 
@@ -105,7 +110,7 @@ def dry_run(expansion: Expansion, spec: SweepSpec, out: Path) -> dict[str, Any]:
         "skipped_combinations": dict(expansion.skipped),
         "launches": spec.launches,
         "estimated_s": round(estimate_s(expansion, spec), 1),
-        "command": launch_command(out, 0, spec.tp),
+        "command": launch_command(out, 0, spec.ranks),
     }
 
 
@@ -142,7 +147,7 @@ def execute(
     outcome = "failed"
     try:
         for launch in range(spec.launches):
-            run_launch(out, launch, spec.tp, on_event)
+            run_launch(out, launch, spec.ranks, on_event)
         outcome = "complete"
     except KeyboardInterrupt:
         outcome = "interrupted"

@@ -10,6 +10,8 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +20,22 @@ import torch.distributed as dist
 
 from commbench.backends.base import Group
 from commbench.coordinator.group import GroupCoordinator
+from commbench.coordinator.hints import Hints
+from commbench.coordinator.layouts import parallel_layout
 from commbench.coordinator.setup import backends_of
-from commbench.coordinator.world import local_platform, world_group
+from commbench.coordinator.world import local_platform, new_group, world_group
 from commbench.harness.fingerprint import rank_facts
 from commbench.harness.launch import PROGRESS
 from commbench.harness.order import shuffled
 from commbench.measure import canary
+from commbench.measure.places import Place
 from commbench.measure.session import Meter
 from commbench.measure.settings import Settings
 from commbench.measure.team import Team
 from commbench.policy import load_policy
 from commbench.store.run import Plan, PointLog, open_run, row_of
 from commbench.store.samples import SampleLog
+from commbench.types import Point
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
 _PR_SET_PDEATHSIG = 1
@@ -76,6 +82,41 @@ def last_level_cache_bytes() -> int:
     return largest or 32 << 20
 
 
+def _hints(points: Sequence[Point], kind: str) -> Hints:
+    """A message queue for the groups whose queue is measured."""
+    wanted = any(p.collective == "queue_broadcast" and p.group.partition(":")[0] == kind for p in points)
+    return Hints(message_queue=wanted)
+
+
+def _places(world: GroupCoordinator, points: Sequence[Point], settings: Settings) -> dict[str, Place]:
+    """Where this rank works in the points of each group. Collective: every rank has the same points."""
+    layout = parallel_layout(world.world_size, settings.tp or world.world_size, settings.ep, settings.pp)
+    coordinators = {"world": world}
+    halves: dict[str, GroupCoordinator] = {}
+
+    def make(ranks: Sequence[Sequence[int]], kind: str, hints: Hints) -> GroupCoordinator:
+        backend = dist.get_backend(world.device_group)
+        group = new_group(ranks, kind, world.device, backend, COLLECTIVE_TIMEOUT)
+        platform = replace(world.platform, group=kind)
+        return GroupCoordinator(
+            group, world.policy, platform, backends=list(world.usable), hints=hints, owns_process_groups=True
+        )
+
+    places = {}
+    for name in sorted({p.group for p in points}):
+        kind = name.partition(":")[0]
+        if kind not in coordinators:
+            coordinators[kind] = make(layout.of(kind), kind, _hints(points, kind))
+        if kind not in halves and any(p.collective == "send_tensor_dict_split" and p.group == name for p in points):
+            n = len(layout.of(kind)[0]) // 2
+            parts = [half for ranks in layout.of(kind) for half in (ranks[:n], ranks[n:])]
+            halves[kind] = make(parts, f"{kind}_halves", Hints())
+        coordinator = coordinators[kind]
+        takes_part = not name.endswith(":0") or world.rank in layout.of(kind)[0]
+        places[name] = Place(coordinator, halves.get(kind), takes_part)
+    return places
+
+
 def main(directory: Path, launch: int) -> None:
     die_with_parent()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -91,7 +132,10 @@ def main(directory: Path, launch: int) -> None:
     # every policy finds its backends set up
     backends = [*settings.backends, *(b for p in policies.values() for b in backends_of(p, settings.device))]
     first = next(iter(policies.values()), None) or load_policy("commbench")
-    coordinator = GroupCoordinator(group, first, local_platform(device), backends=backends)
+    coordinator = GroupCoordinator(
+        group, first, local_platform(device), backends=backends, hints=_hints(plan.points, "world")
+    )
+    places = _places(coordinator, plan.points, settings)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     team = Team.form(rank, size, Objects(group.cpu_group), oversubscribed=size > cores)
 
@@ -108,6 +152,7 @@ def main(directory: Path, launch: int) -> None:
         keep=samples.append if rank == 0 else None,
         tell=(lambda label, order: teller.tell("visit", label=label, order=order)) if rank == 0 else None,
         policies=policies,
+        places=places,
     )
     if rank == 0:
         p50, p99, missed = meter.start_skew_s()
@@ -139,6 +184,10 @@ def main(directory: Path, launch: int) -> None:
         teller.tell("canaries", when="end", **canaries)
         teller.tell("done")
     team.barrier()
+    for place in places.values():
+        for made in (place.halves, place.coordinator):
+            if made is not None:
+                made.destroy()
     coordinator.destroy()
     team.close()
     dist.destroy_process_group()

@@ -26,6 +26,7 @@ from commbench.measure.clock import TimerFacts, resolution_s, timer_facts
 from commbench.measure.correctness import Check
 from commbench.measure.gate import DelayedGate, NativeGate, WindowGate, make_gate
 from commbench.measure.loop import Block, Call, nothing, run_block, run_native_block
+from commbench.measure.places import Place, Places, buffers_for
 from commbench.measure.settings import Settings
 from commbench.measure.stopping import FEWEST_VISITS, Progress, StoppingRule
 from commbench.measure.team import CAPACITY, PointFailed, Team
@@ -116,6 +117,7 @@ class _Session:
 
     order: int
     point: Point
+    place: Place
     buffers: list[Buffers] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     native: list[Any] = field(default_factory=list)  # the same, bound in compiled code, where loop is native
@@ -154,7 +156,8 @@ class Meter:
 
     ``keep(point_id, first, starts, ends, valid)`` takes the raw samples on rank 0; ``tell(label, order)`` hears
     which point is being visited. ``policies``: those that points name, by that name; without it the coordinator's own
-    picks for all. ``clock_s`` is for tests.
+    picks for all. ``places``: where points of a group run, by the group's name; without it all run on ``coordinator``.
+    ``clock_s`` is for tests.
     """
 
     def __init__(
@@ -168,8 +171,10 @@ class Meter:
         tell: Callable[[str, int], None] | None = None,
         clock_s: Callable[[], float] = time.monotonic,
         policies: Mapping[str, Policy] | None = None,
+        places: Places | None = None,
     ) -> None:
-        self._coordinator = coordinator
+        self._places = places or {}
+        self._everywhere = Place(coordinator)
         self._policies = policies or {}
         self._team = team
         self._settings = settings
@@ -230,7 +235,9 @@ class Meter:
         """
         left = len(points)
         for group in _groups(points):
-            sessions = [_Session(order, point) for order, point in group]
+            sessions = [
+                _Session(order, point, self._places.get(point.group, self._everywhere)) for order, point in group
+            ]
             while sessions:
                 for index in self._rng.permutation(len(sessions)):
                     session = sessions[index]
@@ -280,11 +287,12 @@ class Meter:
             s.status, s.reason = "skipped", f"the budget of {self._settings.budget_s:g} s was used up"
             return
         point = s.point
-        policy = self._policies.get(point.policy, self._coordinator.policy)
+        coordinator = s.place.coordinator
+        policy = self._policies.get(point.policy, coordinator.policy)
         forced = None if point.backend == AUTO else point.backend
-        with self._coordinator.under(policy), self._coordinator.forcing(forced):
+        with coordinator.under(policy), coordinator.forcing(forced):
             before = self._noise.snapshot()
-            counts = self._coordinator.call_counts()
+            counts = coordinator.call_counts()
             if s.visits == 0:
                 self._first_visit(s, time_cap)
             else:
@@ -294,8 +302,8 @@ class Meter:
             if s.progress is not None and s.progress.done and not s.status:
                 self._check(s, exact=False)
                 s.status = "ok"
-            for name, count in self._coordinator.call_counts().items():
-                s.calls_counted[name] = s.calls_counted.get(name, 0) + count - counts[name]
+            for name, count in coordinator.call_counts().items():
+                s.calls_counted[name] = s.calls_counted.get(name, 0) + count - counts.get(name, 0)
             s.noises.append(noise_module.between(before, self._noise.snapshot()))
 
     def _time_cap(self, points_left: int) -> float:
@@ -313,8 +321,8 @@ class Meter:
         copies = copies_for(point, self._cache_bytes)
         device = torch.device(self._settings.device)
         s.seed = (self._settings.seed << 20) + s.order
-        s.buffers = [Buffers(point, self._team.rank, device) for _ in range(copies)]
-        coordinator = self._coordinator
+        s.buffers = [buffers_for(point, s.place, device) for _ in range(copies)]
+        coordinator = s.place.coordinator
         s.calls = [b.call(coordinator) for b in s.buffers]
         s.delta_ns = smallest_delta_ns(self._team.size)
         try:
@@ -323,7 +331,7 @@ class Meter:
             s.status, s.reason = "skipped", error.reason
             return
         s.decision = json.dumps(decision.to_dict())
-        if self._settings.loop == "native":
+        if self._settings.loop == "native" and COLLECTIVES[point.collective].dispatched:
             s.backend = coordinator.backend(decision.picked)
             bound = [b.native_call(s.backend) for b in s.buffers]
             s.native = [] if None in bound else bound
@@ -450,6 +458,7 @@ class Meter:
             "wrong": s.check.wrong_count,
             "error": s.check.max_abs_error,
             "counted": {name: n for name, n in s.calls_counted.items() if n},
+            "expected": s.calls_made if s.place.takes_part else 0,
             "noise": noise_module.to_dict(noise_module.combine(s.noises)) if s.noises else None,
         }
         ranks = [json.loads(text) for text in self._team.gather_texts(json.dumps(mine))]
@@ -462,7 +471,7 @@ class Meter:
         errors = [rank["error"] for rank in ranks]
         status, reasons = s.status, [s.reason] if s.reason else []
         if status == "ok":
-            accounted = all(sum(rank["counted"].values()) == s.calls_made for rank in ranks)
+            accounted = all(sum(rank["counted"].values()) == rank["expected"] for rank in ranks)
             if not accounted:
                 status = "failed"
                 reasons.append(
@@ -489,7 +498,7 @@ class Meter:
         values: Row = {
             "order": s.order,
             "backend_picked": picked,
-            "provider": "" if not picked or "+" in picked else self._coordinator.provider(picked),
+            "provider": "" if not picked or "+" in picked else s.place.coordinator.provider(picked),
             "decision": s.decision,
             "sync": self.sync,
             "loop": "native" if s.native else "python",

@@ -15,6 +15,7 @@ class Settings:
     of one point in one launch. budget_s: time for all points of one launch (None: no limit). sync: how iterations start
     (gate.SYNCS). loop: python, or native where the backend can be called from compiled code. skew_rank starts every
     iteration late by skew_s (None: no rank does). device: cpu or cuda. backends: those to set up beside the policies'.
+    tp, pp, ep: sizes of the groups (tp 0: all ranks).
     """
 
     seed: int = 0
@@ -27,6 +28,9 @@ class Settings:
     skew_rank: int | None = None
     skew_s: float = 0.0
     backends: tuple[str, ...] = ()
+    tp: int = 0
+    pp: int = 1
+    ep: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
