@@ -45,6 +45,10 @@ class BoundCall:
     @staticmethod
     def busy_wait(durations_ns: Sequence[int]) -> BoundCall:
         """Takes the given times in turn, each from its own start."""
+    @staticmethod
+    def foreign(function: int, words: Sequence[int], keep: object = None) -> BoundCall:
+        """Calls ``int function(words...)`` of another library: an address, and up to 8 integers or addresses.
+        ``keep`` is held alive with it. Raises CollectiveError when the function gives anything but 0."""
     def __call__(self) -> None: ...
 
 class StartGate:

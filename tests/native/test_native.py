@@ -215,3 +215,17 @@ def test_a_view_keeps_its_segment_mapped_and_stays_inside(shm: Any) -> None:
     del piece
     view[:] = 7
     assert view.sum() == 7 * 16
+
+
+def test_ranks_that_are_threads_of_one_process_are_alive_to_each_other(shm: Any) -> None:
+    fd, path = segments.create_file(4096)
+    first, second = segments.map_file(fd, 4096), segments.map_file(segments.open_file(path, 4096), 4096)
+    segments.unlink(path)
+    first.lock_rank(0)
+    second.lock_rank(1)
+    assert first.alive(1)
+    assert second.alive(0)
+    assert not first.alive(2)
+    second.release()
+    assert not first.alive(1)
+    first.release()

@@ -104,8 +104,8 @@ struct Layout {
 class StoreChooser {
  public:
   bool past_caches() const { return past_; }
-  // One put of the size class took that long, by the current way.
-  void took(double ns_per_byte);
+  // One put of the size class took that long, by the current way; streaming is taken below gain × the cost of plain.
+  void took(double ns_per_byte, double gain);
 
  private:
   static constexpr int window = 16, probe = 6;
@@ -263,7 +263,7 @@ class Comm {
   // An output that, with everybody's arrays, does not fit the last-level cache is written past the caches: its lines
   // need not be read first. In place they have just been read.
   const size_t stream_min_;
-  std::array<StoreChooser, 5> choosers_;  // 16 KiB, 32 KiB, … 256 KiB and more
+  std::array<StoreChooser, 6> choosers_;  // 8 KiB, 16 KiB, 32 KiB, … 256 KiB and more
   std::vector<unsigned char> scratch_;
   const Kernels& k_;
 

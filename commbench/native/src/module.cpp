@@ -7,10 +7,16 @@
 #include <nanobind/stl/vector.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <set>
+#include <tuple>
 
 #include "comm.hpp"
 #include "gate.hpp"
@@ -49,6 +55,10 @@ class Segment : public Liveness {
   Segment(const Segment&) = delete;
 
   void release() {
+    if (fd_ >= 0 && own_rank_ >= 0) {
+      const std::lock_guard<std::mutex> lock(here_mutex());
+      here().erase(key(own_rank_));
+    }
     if (address_ != MAP_FAILED) munmap(address_, bytes_);
     address_ = MAP_FAILED;
     if (fd_ >= 0) ::close(fd_);
@@ -65,6 +75,9 @@ class Segment : public Liveness {
       throw nb::python_error();
     }
     locks_ = true;
+    own_rank_ = rank;
+    const std::lock_guard<std::mutex> lock(here_mutex());
+    here().insert(key(rank));
   }
   bool alive(int rank) override {
     if (!locks_ || fd_ < 0 || generation_ != fork_generation) return true;
@@ -73,15 +86,32 @@ class Segment : public Liveness {
     l.l_whence = SEEK_SET;
     l.l_start = rank;
     l.l_len = 1;
-    // A failing query says nothing about the peer; a lock of this very process does not conflict with itself.
-    if (fcntl(fd_, F_GETLK, &l) != 0) return true;
-    return l.l_type != F_UNLCK || rank == own_rank_;
+    // A failing query says nothing about the peer.
+    if (fcntl(fd_, F_GETLK, &l) != 0 || l.l_type != F_UNLCK) return true;
+    // The locks of this very process never conflict with it: ranks that are its threads are known by name.
+    const std::lock_guard<std::mutex> lock(here_mutex());
+    return here().count(key(rank)) != 0;
   }
-  void set_own_rank(int rank) { own_rank_ = rank; }
   uintptr_t address() const { return reinterpret_cast<uintptr_t>(address_); }
   size_t bytes() const { return bytes_; }
 
  private:
+  using Key = std::tuple<dev_t, ino_t, int>;
+  // The ranks that this process is, of all its segments.
+  static std::set<Key>& here() {
+    static std::set<Key> ranks;
+    return ranks;
+  }
+  static std::mutex& here_mutex() {
+    static std::mutex m;
+    return m;
+  }
+  Key key(int rank) const {
+    struct stat s {};
+    fstat(fd_, &s);
+    return {s.st_dev, s.st_ino, rank};
+  }
+
   int fd_;
   size_t bytes_;
   void* address_ = MAP_FAILED;
@@ -209,6 +239,12 @@ class PyGate {
   std::shared_ptr<Segment> segment_;
   StartGate gate_;
 };
+
+// A C function of another library whose arguments are integers and pointers. On x86-64 and AArch64 Linux each of these
+// is one 64-bit word, in a register or in a place of the stack of its own, and words that a function does not take
+// are not looked at; so one type fits all.
+constexpr size_t max_words = 8;
+using Foreign = int (*)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t);
 
 using Times = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Flags = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -445,6 +481,7 @@ void check_sizes(const Comm& c, const std::vector<size_t>& sizes) {
 
 NB_MODULE(_shm, m) {
   using namespace commbench;
+  nb::set_leak_warnings(false);  // a communicator that lives until the process ends is not a leak
   pthread_atfork(nullptr, nullptr, after_fork);
   nb::register_exception_translator(translate);
 
@@ -456,7 +493,7 @@ NB_MODULE(_shm, m) {
 
   nb::class_<Segment>(m, "Segment", nb::is_weak_referenceable(), "A file mapped shared; owns its descriptor. keep_fd holds it open, for rank locks.")
       .def(nb::init<int, size_t, bool>(), "fd"_a, "size_bytes"_a, "keep_fd"_a = true)
-      .def("lock_rank", [](Segment& s, int rank) { s.lock_rank(rank); s.set_own_rank(rank); }, "rank"_a,
+      .def("lock_rank", &Segment::lock_rank, "rank"_a,
            "Marks that this process is `rank`, until it dies or the segment is released.")
       .def("alive", &Segment::alive, "rank"_a, "Whether the process that locked `rank` still holds it.")
       .def("release", &Segment::release, "Unmaps and closes now.")
@@ -487,6 +524,22 @@ NB_MODULE(_shm, m) {
             });
           },
           "durations_ns"_a, "A call that takes the given times in turn, from its own start.")
+      .def_static(
+          "foreign",
+          [](uintptr_t function, const std::vector<uint64_t>& words, nb::object keep) {
+            if (function == 0) throw Error(Failure::usage, -1, "foreign needs the address of a function");
+            if (words.size() > max_words) {
+              throw Error(Failure::usage, -1, "foreign takes at most " + std::to_string(max_words) + " arguments");
+            }
+            std::array<uint64_t, max_words> w{};
+            std::copy(words.begin(), words.end(), w.begin());
+            return BoundCall(nullptr, std::move(keep), [f = reinterpret_cast<Foreign>(function), w](Comm*) {
+              const int code = f(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]);
+              if (code != 0) throw Error(Failure::usage, -1, "the bound function returned " + std::to_string(code));
+            });
+          },
+          "function"_a, "words"_a, "keep"_a = nb::none(),
+          "Calls int function(words...) of another library. CollectiveError when it gives anything but 0.")
       .def("__call__", [](BoundCall& b) {
         if (b.owner) {
           b.owner->call(0, [&](Comm& c) { b.run(&c); });

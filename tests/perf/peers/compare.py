@@ -40,7 +40,11 @@ def mpi(folder: Path, ranks: int, program: list[str], kind: str) -> Contender | 
     yields = ranks > (os.cpu_count() or 1)
     if kind == "ompi" and (home / "bin/mpirun").exists():
         options = ["--allow-run-as-root", "-n", str(ranks)]
-        options += ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"] if yields else ["--bind-to", "core"]
+        options += (
+            ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+            if yields
+            else ["--bind-to", "core"]
+        )
         return Contender(kind, [str(home / "bin/mpirun"), *options, *program])
     if kind == "impi" and (home / "bin/mpiexec.hydra").exists():
         env = {"I_MPI_ROOT": str(home), "LD_LIBRARY_PATH": str(home / "lib"), "I_MPI_FABRICS": "shm"}
@@ -70,10 +74,16 @@ def contenders(what: str, folder: Path, ranks: int) -> list[Contender]:
             Contender("gloo", ours("gloo", ranks)),
             *[p for p in peers if p is not None],
         ]
-    return [Contender("shm", ours("registered", ranks)), Contender("copy", ours("copy", ranks)), Contender("add", ours("add", ranks))]
+    return [
+        Contender("shm", ours("registered", ranks)),
+        Contender("copy", ours("copy", ranks)),
+        Contender("add", ours("add", ranks)),
+    ]
 
 
-def measure(contender: Contender, block_ns: float, blocks: int, sizes: list[int], prefix: list[str]) -> dict[int, float]:
+def measure(
+    contender: Contender, block_ns: float, blocks: int, sizes: list[int], prefix: list[str]
+) -> dict[int, float]:
     """Median ns per call by size, of one launch."""
     command = [*prefix, *contender.command, str(block_ns), str(blocks), *map(str, sizes)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[2]), **contender.env}

@@ -11,10 +11,10 @@ COMMBENCH_SHM_THRESHOLD sets the two-shot threshold, for finding it.
 
 from __future__ import annotations
 
-import datetime
 import json
 import multiprocessing as mp
 import os
+import queue
 import statistics
 import sys
 import tempfile
@@ -22,7 +22,9 @@ from time import perf_counter_ns
 from typing import Any
 
 
-def main(rank: int, n: int, folder: str, mode: str, block_ns: float, blocks: int, sizes: list[int], answers: Any) -> None:
+def main(
+    rank: int, n: int, folder: str, mode: str, block_ns: float, blocks: int, sizes: list[int], answers: Any
+) -> None:
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]})
     import numpy as np
     import torch
@@ -45,12 +47,10 @@ def main(rank: int, n: int, folder: str, mode: str, block_ns: float, blocks: int
         backend.twoshot_threshold = int(os.environ["COMMBENCH_SHM_THRESHOLD"])
     coordinator = None
     if mode in ("python", "gloo"):
-        from commbench.coordinator import world as worlds
         from commbench.coordinator.group import GroupCoordinator
         from commbench.policy import load_policy
         from commbench.types import Platform
 
-        del worlds
         name = "shm" if mode == "python" else "torch_dist"
         coordinator = GroupCoordinator(group, load_policy("commbench"), Platform(one_host=True, world_size=n), [name])
         coordinator._force(name)
@@ -110,7 +110,15 @@ if __name__ == "__main__":
         processes = [context.Process(target=main, args=(rank, *arguments)) for rank in range(n)]
         for process in processes:
             process.start()
-        answer = answers.get(timeout=datetime.timedelta(minutes=10).total_seconds())
+        while True:
+            try:
+                answer = answers.get(timeout=1)
+                break
+            except queue.Empty:
+                if any(process.exitcode for process in processes):
+                    for process in processes:
+                        process.kill()
+                    raise SystemExit("a rank died") from None
         for process in processes:
             process.join()
     print(json.dumps({"version": mode, "ns": answer}))
