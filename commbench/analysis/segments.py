@@ -22,6 +22,7 @@ Array = NDArray[np.float64]
 
 WINDOW_OCTAVES = 1.25  # half-width of the window of the local fit around a crossover
 FEWEST_IN_WINDOW = 4  # sizes that a local fit wants; the window grows until it has them
+ROOT_REACH_OCTAVES = 16  # a crossover further from where it is looked for is none
 GRID_PER_OCTAVE = 128  # steps in which the interval of a crossover is searched
 
 LOCAL_FIT = "local fit"
@@ -100,6 +101,8 @@ def typical(logs: Array) -> Array:
     NaN where no launch has a number.
     """
     i, j = np.triu_indices(logs.shape[-1])
+    if np.isfinite(logs).all():
+        return np.asarray(np.median((logs[..., i] + logs[..., j]) / 2, axis=-1), dtype=np.float64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # rows of nothing but NaN
         return np.asarray(np.nanmedian((logs[..., i] + logs[..., j]) / 2, axis=-1), dtype=np.float64)
@@ -218,24 +221,23 @@ def _lines(x: Array, difference: Array, centre: float) -> _Lines | None:
 
 
 def _root(lines: _Lines, near: float) -> float | None:
-    """Where the typical line is zero; None if it does not rise. (A sum of typical value and slope is only nearly
-    the typical line, so it is searched for, by bisection.)"""
-
-    def line(x: float) -> float:
-        return float(typical(lines.at(x)[:, 0]))
-
+    """Where the typical line is zero; None if it does not rise. (Typical value and slope do not give it: the typical
+    line is made of straight pieces. It is searched for on two grids, the second inside one step of the first.)"""
     if float(typical(lines.slope)) <= 0:
         return None
-    reach = 1.0
-    while line(near - reach) > 0 or line(near + reach) < 0:
-        reach *= 2
-        if reach > 64:
+    low, high = near - ROOT_REACH_OCTAVES, near + ROOT_REACH_OCTAVES
+    for _ in range(2):
+        grid = np.linspace(low, high, 65)
+        line = typical(lines.at(grid).T)
+        above = np.flatnonzero(line >= 0)
+        if line[0] > 0 or len(above) == 0:
             return None
-    low, high = near - reach, near + reach
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if line(middle) < 0 else (low, middle)
-    return (low + high) / 2
+        place = max(1, int(above[0]))
+        low, high = float(grid[place - 1]), float(grid[place])
+        below_value, above_value = float(line[place - 1]), float(line[place])
+    if above_value == below_value:
+        return low
+    return low - below_value * (high - low) / (above_value - below_value)
 
 
 def _jumps(x: Array, difference: Array, lines: _Lines, before: int) -> bool:
