@@ -49,10 +49,6 @@ class BoundCall:
     def foreign(function: int, words: Sequence[int], keep: object = None) -> BoundCall:
         """Calls ``int function(words...)`` of another library: an address, and up to 8 integers or addresses.
         ``keep`` is held alive with it. Raises CollectiveError when the function gives anything but 0."""
-    @staticmethod
-    def foreign(function: int, words: Sequence[int], keep: object = None) -> BoundCall:
-        """Calls ``int function(words...)`` of another library: an address, and up to 8 integers or addresses.
-        ``keep`` is held alive with it. Raises CollectiveError when the function gives anything but 0."""
     def __call__(self) -> None: ...
 
 class StartGate:

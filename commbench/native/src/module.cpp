@@ -246,12 +246,6 @@ class PyGate {
 constexpr size_t max_words = 8;
 using Foreign = int (*)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t);
 
-// A C function of another library whose arguments are integers and pointers. On x86-64 and AArch64 Linux each of these
-// is one 64-bit word, in a register or in a place of the stack of its own, and words that a function does not take
-// are not looked at; so one type fits all.
-constexpr size_t max_words = 8;
-using Foreign = int (*)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t);
-
 using Times = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Flags = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
@@ -530,22 +524,6 @@ NB_MODULE(_shm, m) {
             });
           },
           "durations_ns"_a, "A call that takes the given times in turn, from its own start.")
-      .def_static(
-          "foreign",
-          [](uintptr_t function, const std::vector<uint64_t>& words, nb::object keep) {
-            if (function == 0) throw Error(Failure::usage, -1, "foreign needs the address of a function");
-            if (words.size() > max_words) {
-              throw Error(Failure::usage, -1, "foreign takes at most " + std::to_string(max_words) + " arguments");
-            }
-            std::array<uint64_t, max_words> w{};
-            std::copy(words.begin(), words.end(), w.begin());
-            return BoundCall(nullptr, std::move(keep), [f = reinterpret_cast<Foreign>(function), w](Comm*) {
-              const int code = f(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]);
-              if (code != 0) throw Error(Failure::usage, -1, "the bound function returned " + std::to_string(code));
-            });
-          },
-          "function"_a, "words"_a, "keep"_a = nb::none(),
-          "Calls int function(words...) of another library. CollectiveError when it gives anything but 0.")
       .def_static(
           "foreign",
           [](uintptr_t function, const std::vector<uint64_t>& words, nb::object keep) {
