@@ -92,6 +92,8 @@ def measure_collective(tmp_path_factory: pytest.TempPathFactory) -> Measure:
 
 
 def _measurement(points: pd.DataFrame, label: str, directory: Path) -> CollectiveMeasurement:
+    import pandas as pd
+
     from commbench.analysis.launches import merge_launches
 
     merged = merge_launches(points).iloc[0]
@@ -99,7 +101,7 @@ def _measurement(points: pd.DataFrame, label: str, directory: Path) -> Collectiv
 
     def number(name: str) -> float:
         value = merged[name]
-        return math.nan if value is None or value != value or str(value) == "<NA>" else float(value)
+        return math.nan if pd.isna(value) else float(value)
 
     return CollectiveMeasurement(
         latency_s=number("latency_median_s"),

@@ -15,6 +15,7 @@ BACKENDS: dict[str, str] = {
     "shm_oneshot": "commbench.backends.shm:ShmOneShotBackend",
     "shm_twoshot": "commbench.backends.shm:ShmTwoShotBackend",
     "torch_dist": "commbench.backends.torch_dist:TorchDistBackend",
+    "mpi": "commbench.backends.mpi:MpiBackend",
     "fake": "commbench.backends.fake:FakeBackend",
 }
 

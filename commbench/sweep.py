@@ -33,6 +33,7 @@ BYTES = "uint8"  # the dtype of what carries objects
 GROUPS = ("world", "tp", "pp", "moe_ep", "moe_tp", "tp:0", "pp:0", "moe_ep:0", "moe_tp:0")
 SYNCS = ("window", "barrier", "none")
 LOOPS = ("python", "native")
+LAUNCHERS = ("torchrun", "mpirun")
 DEVICES = ("auto", "cpu", "cuda")
 
 Names = tuple[str, ...]
@@ -143,6 +144,8 @@ class SweepSpec(BaseModel):
     seed: int = 0
     sync: str = "window"
     loop: str = "python"
+    launcher: str = "torchrun"
+    mpirun_options: str = ""
     skew: str = ""
 
     @field_validator(
@@ -218,6 +221,13 @@ class SweepSpec(BaseModel):
     def _sync_known(cls, value: str) -> str:
         if value not in SYNCS:
             raise ValueError(f"{value!r} is no way to start iterations; allowed: {', '.join(SYNCS)}")
+        return value
+
+    @field_validator("launcher")
+    @classmethod
+    def _launcher_known(cls, value: str) -> str:
+        if value not in LAUNCHERS:
+            raise ValueError(f"{value!r} is no launcher; allowed: {', '.join(LAUNCHERS)}")
         return value
 
     @field_validator("loop")
@@ -298,6 +308,7 @@ _TABLES = {
     ),
     "run": (
         "tp", "device", "launches", "target_ci", "max_time_per_point", "budget", "seed", "sync", "loop", "skew",
+        "launcher", "mpirun_options",
         "pp", "ep",
     ),
 }  # fmt: skip

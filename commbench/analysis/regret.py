@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 DEAD_ZONE = 0.05  # regret that must be exceeded, beyond noise, for a size to stand in a dead zone
+ERROR_RATE = 0.05  # of calling any size a dead zone where there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class PointRegret:
     the fastest correct forced backend; pick_s, fastest_s: typical latencies in seconds.
 
     regret: pick_s / fastest_s − 1; 0 where pick and fastest are the same kernel. low, high: its 95 % interval, from
-    the ratios within each launch (from the intervals within the launch, if there is one only). dead: low > DEAD_ZONE.
+    the ratios within each launch (from the intervals within the launch, if there is one only). dead: it is clearly
+    above DEAD_ZONE: its lower bound is, at an error rate of 5 % shared by all points (Bonferroni).
     """
 
     cell: Cell
@@ -40,10 +42,7 @@ class PointRegret:
     low: float
     high: float
     launches: int
-
-    @property
-    def dead(self) -> bool:
-        return self.low > DEAD_ZONE
+    dead: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +100,9 @@ def regret(points: pd.DataFrame, policy: str, kernel_of: KernelOf = same_name) -
     by_point = dict(list(forced.groupby(keys, sort=False, dropna=False)))
     found: list[PointRegret] = []
     repeats: list[Array] = []
-    for key, group in auto.groupby(keys, sort=False, dropna=False):
-        others_here = by_point.get(key)
-        if others_here is None:
-            continue
-        point, repeat = _point(key, group, others_here)
+    picks = [(key, group) for key, group in auto.groupby(keys, sort=False, dropna=False) if key in by_point]
+    for key, group in picks:
+        point, repeat = _point(key, group, by_point[key], ERROR_RATE / len(picks))
         found.append(point)
         repeats.append(repeat)
     if not found:
@@ -128,7 +125,9 @@ def _typical(logs: Mapping[str, float]) -> float:
     return float(typical(np.array([list(logs.values())]))[0])
 
 
-def _point(key: tuple[Any, ...], auto: pd.DataFrame, forced: pd.DataFrame) -> tuple[PointRegret, Array]:
+def _point(
+    key: tuple[Any, ...], auto: pd.DataFrame, forced: pd.DataFrame, error_rate: float
+) -> tuple[PointRegret, Array]:
     cell, size = cell_of(key[:-1]), int(key[-1])
     kernel = str(auto["kernel"].mode()[0])
     logs = {str(name): _by_launch(group) for name, group in forced.groupby("kernel", sort=True)}
@@ -140,16 +139,18 @@ def _point(key: tuple[Any, ...], auto: pd.DataFrame, forced: pd.DataFrame) -> tu
     candidates = {**logs, kernel: pick}
     fastest = min(candidates, key=lambda name: (_typical(candidates[name]), name != kernel))
     pick_s, fastest_s = math.exp(_typical(pick)), math.exp(_typical(candidates[fastest]))
-    estimate = Estimate(0.0, 0.0, 0.0, len(pick))
+    estimate = sure = Estimate(0.0, 0.0, 0.0, len(pick))
     if fastest != kernel:
-        shared = [k for k in pick if k in candidates[fastest]]
-        estimate = estimate_over_launches([pick[k] - candidates[fastest][k] for k in shared])
+        ratios = [pick[k] - candidates[fastest][k] for k in pick if k in candidates[fastest]]
+        estimate = estimate_over_launches(ratios)
+        sure = estimate_over_launches(ratios, confidence=1 - 2 * error_rate)
         if not estimate.known:
-            estimate = _within(auto, forced[forced["kernel"] == fastest], math.log(pick_s / fastest_s))
+            estimate = sure = _within(auto, forced[forced["kernel"] == fastest], math.log(pick_s / fastest_s))
     return (
         PointRegret(
             cell, size, str(auto["backend_picked"].mode()[0]), kernel, fastest, pick_s, fastest_s,
             pick_s / fastest_s - 1, math.expm1(estimate.low), math.expm1(estimate.high), estimate.launches,
+            sure.low > math.log1p(DEAD_ZONE),
         ),
         repeat,
     )  # fmt: skip

@@ -27,7 +27,7 @@ from commbench.analysis.segments import (
     segment,
     typical,
 )
-from commbench.errors import UsageError
+from commbench.errors import CommbenchError, UsageError
 from commbench.statistics import CONFIDENCE
 from commbench.types import AUTO, COLLECTIVES
 from commbench.units import format_size
@@ -37,6 +37,15 @@ if TYPE_CHECKING:
 
 CELL_COLUMNS = ("collective", "op", "dtype", "world_size", "mode", "cache", "layout", "placement", "group")
 ROUND_WITHIN_OCTAVES = 1 / 16  # a threshold may move so far from its estimate to become a round number
+
+FEWEST_LAUNCHES = 2  # that must tell of a backend at a size, where there were several
+
+
+class TooLittleData(CommbenchError):
+    """Too few measurements count to say anything. Exit code 3: inconclusive."""
+
+    exit_code = 3
+
 
 # (collective, dtype, world size, backend, size in bytes of the total array) → the backend that, forced, is that kernel
 KernelOf = Callable[[str, str, int, str, int], str]
@@ -288,7 +297,7 @@ def curves_of(frame: pd.DataFrame, policy: str) -> list[Curves]:
 
     ``auto`` points of ``policy`` say what today's policy takes; every point, asked for by name or not, counts as a
     measurement of the kernel that it took. Raises UsageError when there is nothing to tune: no forced points, or one
-    backend only.
+    backend only; TooLittleData where launches did not tell enough of any size.
     """
     forced = frame[frame["backend_requested"] != AUTO]
     if forced.empty:
@@ -297,6 +306,7 @@ def curves_of(frame: pd.DataFrame, policy: str) -> list[Curves]:
         )
     found = []
     single: dict[str, str] = {}
+    sparse: list[str] = []
     for key, group in frame.groupby(list(CELL_COLUMNS), sort=False, dropna=False):
         cell = cell_of(key)
         if cell.dtype == "none":  # a barrier has no size to divide
@@ -306,8 +316,15 @@ def curves_of(frame: pd.DataFrame, policy: str) -> list[Curves]:
             continue
         if len(curves.backends) < 2:
             single[cell.title] = curves.backends[0]
+        elif (told := _well_measured(curves)) is None:
+            sparse.append(cell.title)
         else:
-            found.append(curves)
+            found.append(told)
+    if not found and sparse:
+        raise TooLittleData(
+            f"nothing can be tuned: in {'; '.join(sparse)} no two backends were measured at the same size in "
+            f"{FEWEST_LAUNCHES} launches; the machine may have been too busy. Measure again with more time"
+        )
     if not found:
         which = "; ".join(f"{title}: only {name}" for title, name in single.items()) or "no cell has a forced point"
         raise UsageError(f"tuning compares backends and needs two or more ({which}); name more with --backends")
@@ -349,6 +366,31 @@ def _curves(cell: Cell, group: pd.DataFrame, policy: str) -> Curves | None:
         taken.setdefault(int(size), Counter())[str(kernel)] += 1
     today = tuple(taken[s].most_common(1)[0][0] if s in taken else "" for s in sizes)
     return Curves(cell, tuple(sizes), tuple(backends), logs, today, auto_logs, tuple(launches))
+
+
+def _well_measured(curves: Curves) -> Curves | None:
+    """Without what too few launches tell of: a backend at a size that fewer than FEWEST_LAUNCHES measured (one is
+    enough where there was only one), a size that has fewer than two backends left and not today's pick, and a size at
+    which today's pick is not known though it is elsewhere. None if no size has two backends."""
+    fewest = min(FEWEST_LAUNCHES, curves.launches)
+    enough = np.isfinite(curves.logs).sum(axis=2) >= fewest
+    logs = np.where(enough[:, :, None], curves.logs, np.nan)
+    alone = [t in curves.backends and enough[curves.backends.index(t), i] for i, t in enumerate(curves.today)]
+    sizes = (enough.sum(axis=0) >= 2) | np.array(alone)
+    if any(curves.today):
+        sizes &= np.array([bool(t) for t in curves.today])
+    backends = (enough & sizes).any(axis=1)
+    if not (enough.sum(axis=0) >= 2)[sizes].any():
+        return None
+    return Curves(
+        curves.cell,
+        tuple(s for s, keep in zip(curves.sizes, sizes, strict=True) if keep),
+        tuple(b for b, keep in zip(curves.backends, backends, strict=True) if keep),
+        logs[backends][:, sizes],
+        tuple(t for t, keep in zip(curves.today, sizes, strict=True) if keep),
+        curves.auto_logs[sizes],
+        curves.launch_keys,
+    )
 
 
 def _add(

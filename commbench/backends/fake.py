@@ -134,6 +134,19 @@ class FakeBackend(Backend):
     ) -> BoundCall | None:
         return load().BoundCall.busy_wait(self._durations_ns)  # type: ignore[no-any-return]
 
+    def all_gatherv(self, input: torch.Tensor, output: torch.Tensor, sizes: list[int]) -> None:
+        self._play("all_gatherv", input, output, lambda: self._inner.all_gatherv(input, output, sizes))
+
+    def reduce_scatterv(self, input: torch.Tensor, output: torch.Tensor, sizes: list[int], op: str) -> None:
+        self._play("reduce_scatterv", input, output, lambda: self._inner.reduce_scatterv(input, output, sizes, op))
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        self._play("send", tensor, None, lambda: self._inner.send(tensor, dst))
+
+    def recv(self, tensor: torch.Tensor, src: int) -> None:
+        self._inner.recv(tensor, src)  # what the sender has sent must be taken, whatever this side has seen
+        self._play("recv", None, None, lambda: None)
+
     def barrier(self) -> None:
         # synchronised by the start gate already; a real exchange would hide the scripted time
         self._play("barrier", None, None, lambda: None)

@@ -56,12 +56,16 @@ def request_of(
     return Request(gpu, architecture, world_size, nnodes, topology or "", words, env, settings, group)
 
 
+# a skewed v-variant is dispatched as the balanced one
+_DISPATCHED = [c.name for c in COLLECTIVES.values() if c.dispatched and not c.name.endswith("_skewed")]
+
+
 @click.command(short_help="Say which backend a call takes and why, without a GPU.")
 @click.option(
     "--policy", "policy_name", default="commbench", show_default=True, help="A shipped policy or a .toml file."
 )
 @request_options
-@click.option("--collective", type=click.Choice([*COLLECTIVES]), default="all_reduce", show_default=True)
+@click.option("--collective", type=click.Choice(_DISPATCHED), default="all_reduce", show_default=True)
 @click.option("--op", default="sum", show_default=True)
 @click.option("--dtype", type=click.Choice([*DTYPES]), default="bfloat16", show_default=True)
 @click.option("--size", default="1MiB", show_default=True, help="Of the tensor that is passed in.")

@@ -68,6 +68,8 @@ class RuleFlags:
 @click.option("--history", "history_dir", type=click.Path(path_type=Path), default=DEFAULT_HISTORY,
               help="Folder of the history. [default: reports/history]")  # fmt: skip
 @click.option("--nights", type=int, default=DEFAULT_NIGHTS, help="Nights of the history to judge by. [default: 30]")
+@click.option("--add", "keep", is_flag=True, help="Keep the candidate in the history if it is green, or if the history "
+              "is still too short to judge by.")  # fmt: skip
 @click.option("--ab", metavar="SPEC", help="Measure both sides now, in turn: a sweep file or a shipped sweep.")
 @click.option("--base-python", metavar="PATH", help="With --ab: the baseline's Python (its commbench, if it has one).")
 @click.option("--cand-python", metavar="PATH", help="With --ab: the candidate's Python.")
@@ -96,6 +98,7 @@ def command(
     ab: str | None,
     history_dir: Path,
     nights: int,
+    keep: bool,
     margin: str | None,
     alpha: float | None,
     fewest: int | None,
@@ -133,10 +136,12 @@ def command(
                 raise click.UsageError(f"{', '.join(given)}: only with --ab")
             if baseline is None or candidate is None:
                 raise click.UsageError("name both sides: --baseline RUN|history --candidate RUN; or --ab SPEC")
+            if keep and baseline != HISTORY:
+                raise click.UsageError("--add: only with --baseline history")
             if nights < 2:
                 raise click.UsageError(f"--nights {nights}: a history has at least 2")
             if baseline == HISTORY:
-                judged = _history(history_dir, nights, candidate, flags, force, same_hardware)
+                judged = _history(history_dir, nights, candidate, flags, force, same_hardware, keep)
             else:
                 judged = _stored(Path(baseline), candidate, flags, force, same_hardware)
     except Interrupted:
@@ -176,15 +181,18 @@ def _stored(baseline: Path, candidate: Path, flags: RuleFlags, force: bool, same
     return Judged(judgement, comparison, (base.run.run_id, cand.run.run_id), (base.manifest, cand.manifest))
 
 
-def _history(directory: Path, most: int, candidate: Path, flags: RuleFlags, force: bool, same_hardware: bool) -> Judged:
+def _history(
+    directory: Path, most: int, candidate: Path, flags: RuleFlags, force: bool, same_hardware: bool, keep: bool
+) -> Judged:
     from commbench.analysis.canaries import compare_canary_nights, launch_values
     from commbench.analysis.compare import Nights, compare_with_nights
-    from commbench.analysis.gate import FEWEST_LAUNCHES, judge
+    from commbench.analysis.gate import FEWEST_LAUNCHES, Status, judge
     from commbench.cli._sides import read_side
-    from commbench.store.history import baseline_nights, load_series, open_history
+    from commbench.store.history import History, add_run, baseline_nights, load_series, open_history
 
     cand = read_side(candidate)
-    history = open_history(directory)
+    # the first night of all starts the history
+    history = History(directory, []) if keep and not directory.exists() else open_history(directory)
     started_s = float(cand.manifest.get("started_s") or 0.0)
     chosen, notes = baseline_nights(history, started_s, cand.run.run_id, most)
     notes = [*(f"history: skipped {text}" for text in history.skipped), *(f"history: {text}" for text in notes)]
@@ -198,14 +206,20 @@ def _history(directory: Path, most: int, candidate: Path, flags: RuleFlags, forc
     )
     after = launch_values(cand.manifest.get("launches", []))
     before = [night.facts["canaries"] for night in series.nights]
+    short = len(series.nights) < rule.fewest
+    problems = list(cand.problems)
+    if short:
+        problems.append(f"the history has {len(series.nights)} nights to judge by, {rule.fewest} are needed")
     judgement = judge(
         comparison,
         rule,
         canaries=compare_canary_nights(before, after, rule.log_margin),
         notes=[*_canary_notes([b for b in before if b], after), *notes, *_changes(comparison, series.nights)],
-        problems=cand.problems,
+        problems=problems,
         forced=forced,
     )
+    if keep and not cand.problems and not forced and (judgement.status == Status.PASS or short):
+        add_run(directory, cand.manifest | {"run_id": cand.run.run_id}, cand.latencies, after)
     baseline = f"{len(series.nights)} nights of {directory}"
     manifest = {"fingerprint": series.nights[-1].fingerprint if series.nights else {}}
     return Judged(judgement, comparison, (baseline, cand.run.run_id), (manifest, cand.manifest))

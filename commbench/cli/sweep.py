@@ -38,6 +38,8 @@ _FLAGS = {
     "seed": "--seed",
     "sync": "--sync",
     "loop": "--loop",
+    "launcher": "--launcher",
+    "mpirun_options": "--mpirun-options",
     "skew": "--skew",
 }
 
@@ -70,6 +72,8 @@ _FLAGS = {
 @click.option("--seed", type=int, help="Seed of the random order and of the data. [default: 0]")
 @click.option("--sync", help="How iterations start: window, barrier or none. [default: window]")
 @click.option("--loop", help="Timed loop: python, or native where the backend is compiled code. [default: python]")
+@click.option("--launcher", help="What starts the ranks: torchrun or mpirun (the one on PATH). [default: torchrun]")
+@click.option("--mpirun-options", metavar="TEXT", help="Options for mpirun, such as '--bind-to none'.")
 @click.option("--skew", metavar="RANK:TIME", help="Let one rank enter every call late, such as 1:300us.")
 @click.option("--out", type=click.Path(path_type=Path), help="Run directory. [default: reports/<time>-<name>-<id>]")
 @click.option("--dry-run", is_flag=True, help="Print the points, the time it may take and the command; launch nothing.")

@@ -1,4 +1,5 @@
-"""Launches: one torchrun job each, watched from outside, that measures all points in one set of processes."""
+"""Launches: one job of torchrun or mpirun each, watched from outside, that measures all points in one set of
+processes."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from commbench.errors import LaunchError
+from commbench.harness import mpirun as mpi
 from commbench.harness.rank import log_path
 from commbench.store import schema
 from commbench.store.run import Plan, PointLog, open_run, row_of, update_manifest
@@ -34,17 +36,28 @@ Event = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class Program:
     """What the ranks run: a Python, variables on top of the user's environment (None takes one away), and whether that
-    Python has a commbench of its own to use in place of this one."""
+    Python has a commbench of its own to use in place of this one. launcher: what starts them, torchrun or mpirun;
+    mpirun_options: what the user gives mpirun."""
 
     python: str = sys.executable
     variables: Mapping[str, str | None] = field(default_factory=dict)
     own_commbench: bool = False
+    launcher: str = "torchrun"
+    mpirun_options: str = ""
 
 
-def launch_command(directory: Path, launch: int, ranks: int, python: str = sys.executable) -> list[str]:
-    """The torchrun job of one launch. Its rendezvous listens on this host only, at a port of its own."""
+def launch_command(directory: Path, launch: int, ranks: int, program: Program | None = None) -> list[str]:
+    """The job of one launch. torchrun's rendezvous listens on this host only, at a port of its own.
+
+    Raises SpecError when mpirun is to start it and there is none.
+    """
+    program = program or Program()
+    if program.launcher == "mpirun":
+        found = mpi.find_mpirun()
+        options = mpi.options_of(found, ranks, _cores(), program.mpirun_options)
+        return [found.path, *options, program.python, "-m", "commbench.harness.rank", str(directory), str(launch)]
     return [
-        python,
+        program.python,
         "-m",
         "torch.distributed.run",
         "--nnodes=1",
@@ -59,6 +72,19 @@ def launch_command(directory: Path, launch: int, ranks: int, python: str = sys.e
     ]
 
 
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _launcher_facts(ranks: int, program: Program) -> dict[str, Any]:
+    """Who starts the ranks, and for mpirun which and with what options, for the launch's record."""
+    if program.launcher != "mpirun":
+        return {"launcher": program.launcher}
+    found = mpi.find_mpirun()
+    options = mpi.options_of(found, ranks, _cores(), program.mpirun_options)
+    return {"launcher": "mpirun", "mpirun": {"kind": found.kind, "version": found.version, "options": options}}
+
+
 def printable(command: list[str]) -> str:
     return shlex.join(command)
 
@@ -68,6 +94,8 @@ def environment_of(program: Program) -> dict[str, str]:
     changed = {**os.environ, **program.variables}
     environment = {name: value for name, value in changed.items() if value is not None}
     environment.setdefault("OMP_NUM_THREADS", "1")
+    if program.launcher == "mpirun":
+        environment.update(mpi.rendezvous(environment))
     if program.own_commbench:
         return environment
     # ranks must find the commbench that started them, also when it was not installed
@@ -112,10 +140,14 @@ class Launch:
     finished: int = 0
     done: bool = False
 
+    @property
+    def _log(self) -> Path:
+        return self.directory / schema.LOGS_DIR / f"launch-{self.index}.{self.program.launcher}.log"
+
     def run(self, on_event: Callable[[Event], None]) -> int:
         """Run the job to its end and give its exit status. On any exception no process of it is left."""
-        command = launch_command(self.directory, self.index, self.ranks, self.program.python)
-        log = self.directory / schema.LOGS_DIR / f"launch-{self.index}.torchrun.log"
+        command = launch_command(self.directory, self.index, self.ranks, self.program)
+        log = self._log
         tail = _Tail(self.directory / PROGRESS)
         for _ in tail.read():  # earlier launches' lines
             pass
@@ -163,12 +195,11 @@ class Launch:
 
     def failure(self) -> str:
         """Why the job died, in one line: the error of the rank that failed first, or the signal that ended it."""
-        torchrun = _text(self.directory / schema.LOGS_DIR / f"launch-{self.index}.torchrun.log")
-        # torchrun ends the other ranks itself; only what it saw first is a cause
-        cause = re.search(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", torchrun.rpartition("Root Cause")[2], re.DOTALL)
-        if cause is not None and int(cause[2]) < 0:
-            return f"rank {cause[1]} was killed by {signal.Signals(-int(cause[2])).name}"
-        for rank in [int(cause[1])] if cause is not None else range(self.ranks):
+        told = _text(self._log)
+        cause = mpi.cause(told) if self.program.launcher == "mpirun" else _torchrun_cause(told)
+        if cause is not None and cause[1] < 0:
+            return f"rank {cause[0]} was killed by {signal.Signals(-cause[1]).name}"
+        for rank in [cause[0]] if cause is not None else range(self.ranks):
             lines = [line for line in _text(log_path(self.directory, self.index, rank)).splitlines() if line.strip()]
             if lines:
                 # a traceback ends in "module.Error: message"; who reads the point wants the message
@@ -176,8 +207,14 @@ class Launch:
                     r"^(commbench\.errors\.)?(PeerLost|PointFailed|CommbenchError): ", "", lines[-1].strip()
                 )
                 return message if message.startswith(f"rank {rank}: ") else f"rank {rank}: {message}"
-        last = [line for line in torchrun.splitlines() if line.strip()]
+        last = [line for line in told.splitlines() if line.strip()]
         return last[-1].strip() if last else "the job ended without a word"
+
+
+def _torchrun_cause(log: str) -> tuple[int, int] | None:
+    """(rank, exit status or minus the signal): torchrun ends the other ranks itself, only what it saw first counts."""
+    found = re.search(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", log.rpartition("Root Cause")[2], re.DOTALL)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def _text(path: Path) -> str:
@@ -212,7 +249,8 @@ def run_launch(
     deaths = 0
     record: dict[str, Any] = {
         "launch": index,
-        "command": printable(launch_command(directory, index, ranks, program.python)),
+        "command": printable(launch_command(directory, index, ranks, program)),
+        **_launcher_facts(ranks, program),
         "started_s": started,
         "deaths": [],
     }

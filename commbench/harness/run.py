@@ -16,7 +16,8 @@ import psutil
 from commbench import __version__
 from commbench.errors import LaunchError, SpecError
 from commbench.harness.fingerprint import fingerprint
-from commbench.harness.launch import Event, launch_command, run_launch
+from commbench.harness.launch import Event, Program, launch_command, run_launch
+from commbench.harness.mpirun import find_mpirun
 from commbench.measure.settings import Settings
 from commbench.policy import load_policy
 from commbench.store.run import Plan, Run, check_writable, create, finish, open_run, update_manifest
@@ -73,6 +74,10 @@ def prepare(spec: SweepSpec) -> tuple[Expansion, Settings]:
         raise SpecError(f"--skew {spec.skew}: there is no rank {skew_rank} among {spec.ranks}; ranks start at 0")
     if skew_rank is not None and spec.loop == "native":
         raise SpecError("--skew delays the Python loop; take --loop python")
+    if spec.launcher == "mpirun":
+        find_mpirun()
+    elif spec.mpirun_options:
+        raise SpecError("--mpirun-options: torchrun starts the ranks; add --launcher mpirun")
     expansion = expand(spec, psutil.virtual_memory().total, probes)
     settings = Settings(
         seed=spec.seed,
@@ -90,6 +95,11 @@ def prepare(spec: SweepSpec) -> tuple[Expansion, Settings]:
         ep=spec.ep,
     )
     return expansion, settings
+
+
+def program_of(spec: SweepSpec) -> Program:
+    """What a spec's ranks run, and what starts them."""
+    return Program(launcher=spec.launcher, mpirun_options=spec.mpirun_options)
 
 
 def estimate_s(expansion: Expansion, spec: SweepSpec) -> float:
@@ -110,7 +120,7 @@ def dry_run(expansion: Expansion, spec: SweepSpec, out: Path) -> dict[str, Any]:
         "skipped_combinations": dict(expansion.skipped),
         "launches": spec.launches,
         "estimated_s": round(estimate_s(expansion, spec), 1),
-        "command": launch_command(out, 0, spec.ranks),
+        "command": launch_command(out, 0, spec.ranks, program_of(spec)),
     }
 
 
@@ -147,7 +157,7 @@ def execute(
     outcome = "failed"
     try:
         for launch in range(spec.launches):
-            run_launch(out, launch, spec.ranks, on_event)
+            run_launch(out, launch, spec.ranks, on_event, program_of(spec))
         outcome = "complete"
     except KeyboardInterrupt:
         outcome = "interrupted"

@@ -117,6 +117,12 @@ def _places(world: GroupCoordinator, points: Sequence[Point], settings: Settings
     return places
 
 
+def _own_cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
 def main(directory: Path, launch: int) -> None:
     die_with_parent()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -136,8 +142,10 @@ def main(directory: Path, launch: int) -> None:
         group, first, local_platform(device), backends=backends, hints=_hints(plan.points, "world")
     )
     places = _places(coordinator, plan.points, settings)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    team = Team.form(rank, size, Objects(group.cpu_group), oversubscribed=size > cores)
+    objects = Objects(group.cpu_group)
+    # a launcher may pin each rank to a core of its own: what counts is what they have together
+    cores = len({core for rank_cores in objects.all_gather(_own_cores()) for core in rank_cores})
+    team = Team.form(rank, size, objects, oversubscribed=size > cores)
 
     done = {row["point_id"] for row in open_run(directory).rows() if row["launch"] == launch}
     points = [(order, p) for order, p in shuffled(plan.points, settings.seed, launch) if p.point_id not in done]

@@ -121,22 +121,31 @@ def _print_points(comparison: Comparison, console: Console, rows: int | None) ->
     points = points[points["state"] == BOTH]
     shown = points if rows is None else points[:rows]
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("point, worst first", no_wrap=True)
-    table.add_column("took")
+    table.add_column("point, worst first")
     table.add_column("baseline", justify="right", no_wrap=True)
     table.add_column("candidate", justify="right", no_wrap=True)
     table.add_column("change (95 %)", justify="right", no_wrap=True)
     for row in _records(shown):
-        took = f"{row['base_picked']}→{row['cand_picked']}" if row["pick_changed"] else row["cand_picked"]
         change = _ratio_text(row, " *" if row["interval_from"] == WITHIN_LAUNCHES else "")
         times = [format_time(row[f"{side}_s"]) for side in ("base", "cand")]
-        table.add_row(Text(row["label"]), Text(took), *times, change)
+        table.add_row(Text(_with_pick(row)), *times, change)
     console.print()
     console.print(table)
     if len(shown) < len(points):
         console.print(f"the worst {len(shown)} of {len(points)} points; --all shows every one", style="dim")
     if (shown["interval_from"] == WITHIN_LAUNCHES).any():
         console.print("* one launch: what differs from launch to launch is not in this interval", style="dim")
+
+
+def _with_pick(row: dict[str, Any]) -> str:
+    """The label, with what the point took where that is not what it asked for: ``… [auto→shm]``; two where it changed."""
+    label, base, cand = str(row["label"]), str(row["base_picked"]), str(row["cand_picked"])
+    if not label.endswith("]"):
+        return label
+    asked = label.rpartition("[")[2].rstrip("]")
+    if row["pick_changed"]:
+        return f"{label[:-1]}: {base}→{cand}]"
+    return label if asked == cand else f"{label[:-1]}→{cand}]"
 
 
 def _print_lists(comparison: Comparison, console: Console, rows: int | None) -> None:
