@@ -25,6 +25,7 @@ COMMANDS = {
     "export": "Write a policy's thresholds for an engine to read.",
     "explain": "Say which backend a call takes and why, without a GPU.",
     "policies": "List, show, compare and check dispatch policies.",
+    "calibrate": "Measure the instrument: timer, start, known answers, noise floor.",
     "doctor": "Say what is available here, what is not, and what to do.",
 }
 

@@ -162,8 +162,9 @@ def main(directory: Path, launch: int) -> None:
         policies=policies,
         places=places,
     )
+    skew_p50_s, skew_p99_s, missed = meter.start_skew_s()
+    known_answers = meter.known_answers()
     if rank == 0:
-        p50, p99, missed = meter.start_skew_s()
         teller.tell(
             "ready",
             rank_facts=rank_facts(),
@@ -173,7 +174,13 @@ def main(directory: Path, launch: int) -> None:
                 "overhead_s": meter.timer.overhead_s,
                 "spread_s": meter.timer.spread_s,
             },
-            start={"sync": meter.sync, "skew_p50_s": p50, "skew_p99_s": p99, "missed_windows": missed},
+            start={
+                "sync": meter.sync,
+                "skew_p50_s": skew_p50_s,
+                "skew_p99_s": skew_p99_s,
+                "missed_windows": missed,
+            },
+            known_answers=known_answers,
             oversubscribed=team.oversubscribed,
             cores=cores,
             last_level_cache_bytes=last_level_cache_bytes(),

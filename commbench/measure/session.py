@@ -30,7 +30,7 @@ from commbench.measure.places import Place, Places, buffers_for
 from commbench.measure.settings import Settings
 from commbench.measure.stopping import FEWEST_VISITS, Progress, StoppingRule
 from commbench.measure.team import CAPACITY, PointFailed, Team
-from commbench.native import load
+from commbench.native import load, why_unavailable
 from commbench.policy import Policy
 from commbench.statistics import Array, is_steady, median_interval, quantile
 from commbench.types import AUTO, COLLECTIVES, Point
@@ -38,6 +38,7 @@ from commbench.types import AUTO, COLLECTIVES, Point
 VISIT_S = 0.02  # time one visit of a point aims at
 FIRST_WARMUP = 4  # iterations of the first warm-up block
 WARMUP_SHARE = 0.4  # of max_time_per_point, at most, goes into the first warm-up
+KNOWN_DURATIONS = ((1e-6, 400), (10e-6, 200), (1e-3, 10))  # seconds, samples
 TIMER_SHARE = 0.05  # largest part of a latency that the timer may leave uncertain
 LARGEST_BATCH = 1000
 LARGEST_DELTA_NS = 500_000
@@ -225,6 +226,34 @@ class Meter:
         starts = self._last_starts[:, valid] if valid.any() else self._last_starts
         skew = (starts.max(0) - starts.min(0)) * 1e-9
         return float(np.median(skew)), quantile(skew, 0.99), float(1 - valid.mean())
+
+    def known_answers(self) -> list[dict[str, Any]]:
+        """What the loops report for calls that last 1 µs, 10 µs and 1 ms by script; [] without the native module.
+
+        Times as of a point: window, subtraction of the empty iteration, median over valid samples. Collective.
+        """
+        if why_unavailable():
+            return []
+        answers: list[dict[str, Any]] = []
+        resolution = self.timer.resolution_s
+        for native in (False, True):
+            overhead = timer_facts(self._empty_ns(500, 1, native), resolution).overhead_s
+            for scripted_s, n in KNOWN_DURATIONS:
+                call = load().BoundCall.busy_wait([round(scripted_s * 1e9)])
+                run = run_native_block if native else run_block
+                run([call], self._gate, n, self._block)
+                shared = self._team.share(self._block.starts[:n], self._block.ends[:n], self._block.late[:n])
+                samples = aggregate(*shared, synchronising=True, sync="barrier", batch=1, overhead_s=overhead)
+                valid = samples.latency[samples.valid] if samples.valid.any() else samples.latency
+                answers.append(
+                    {
+                        "loop": "native" if native else "python",
+                        "scripted_s": scripted_s,
+                        "reported_s": float(np.median(valid)),
+                        "samples": len(valid),
+                    }
+                )
+        return answers
 
     # ---- the launch ---------------------------------------------------------------------------------------
 
