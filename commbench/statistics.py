@@ -12,8 +12,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from commbench.units import format_time
+
 CONFIDENCE = 0.95
 FEWEST_FOR_INTERVAL = 6  # 1 - 2 * (1/2)**n >= 0.95 first holds at n = 6
+NOTABLE = 0.05  # modes and drifts of less are not worth a remark
 _EXACT_UP_TO = 5000  # above, the normal approximation of the binomial is exact to a rank
 
 Array = NDArray[np.float64]
@@ -69,10 +72,14 @@ def _lower_rank(n: int, confidence: float = CONFIDENCE) -> int:
 
 
 def n_effective(samples: Array) -> float:
-    """What n samples in measured order are worth: n / (1 + 2 Σ ρ_k) on sign(x − median).
+    """What n samples in measured order are worth: n / τ with τ = 1 + 2 Σ ρ_k, on sign(x − median).
 
     The sum runs to the first non-positive autocorrelation (Geyer's initial positive sequence, simplified).
     Signs, not values: the variance of a median depends on them, and outliers cannot hide the correlation.
+
+    Autocorrelations about the series' own mean come out too small, by about τ/n, and those of lag k also by the factor
+    1 − k/n (Marriott & Pope, Biometrika 1954). Short series would thereby look less correlated than they are, so τ is
+    found once as it is, and once more from (ρ_k + τ/n) / (1 − k/n); the larger one counts. The result is in [1, n].
     """
     n = len(samples)
     if n < 4:
@@ -81,15 +88,37 @@ def n_effective(samples: Array) -> float:
     variance = float(np.dot(signs, signs)) / n
     if variance == 0.0:
         return float(n)  # all equal: the timer saw no difference at all
-    size = 1 << (2 * n - 1).bit_length()
-    spectrum = np.fft.rfft(signs - signs.mean(), size)
-    autocovariance = np.fft.irfft(spectrum * np.conj(spectrum), size)[:n] / n
-    if autocovariance[0] <= 0:
+    centred = signs - signs.mean()
+    if not float(centred @ centred) > 0:
         return float(n)
-    rho = autocovariance[1:] / autocovariance[0]
+    for lags in (8, 64, n - 1):  # most sums are short; the last always ends
+        rho = _autocorrelations(centred, min(lags, n - 1))
+        tau, ended = _correlation_time(rho)
+        half = rho[: n // 2]
+        corrected = (half + tau / n) / (1 - np.arange(1, len(half) + 1) / n)
+        again, ended_again = _correlation_time(corrected)
+        if ended and ended_again:
+            break
+    return float(n / min(n, max(tau, again)))
+
+
+def _autocorrelations(centred: Array, lags: int) -> Array:
+    """ρ_1 … ρ_lags of a series whose mean is 0: products where they are few, a Fourier transform otherwise."""
+    n = len(centred)
+    if lags <= 64:
+        return np.array([centred[:-k] @ centred[k:] for k in range(1, lags + 1)]) / (centred @ centred)
+    size = 1 << (2 * n - 1).bit_length()
+    spectrum = np.fft.rfft(centred, size)
+    products = np.fft.irfft(spectrum * np.conj(spectrum), size)
+    return np.asarray(products[1 : lags + 1] / products[0], dtype=np.float64)
+
+
+def _correlation_time(rho: Array) -> tuple[float, bool]:
+    """1 + 2 Σ ρ_k up to the first non-positive one, and whether there was one."""
     non_positive = np.flatnonzero(rho <= 0)
-    upto = int(non_positive[0]) if len(non_positive) else len(rho)
-    return float(n / (1 + 2 * float(rho[:upto].sum())))
+    ended = len(non_positive) > 0
+    upto = int(non_positive[0]) if ended else len(rho)
+    return 1 + 2 * float(rho[:upto].sum()), ended
 
 
 def median_interval(samples: Array, effective: float | None = None) -> Interval:
@@ -127,18 +156,122 @@ def is_steady(samples: Array) -> bool:
     return a.low <= b.high and b.low <= a.high
 
 
-def has_drifted(samples: Array) -> bool:
-    """Whether the first and the last third have medians whose intervals are apart by more than 5 %.
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """The medians of the first and the last third of a series that went from one to the other, in its unit."""
 
-    An interval of the whole would then describe a mixture that depends on when one stopped.
+    first: float
+    last: float
+
+
+def drift(samples: Array) -> Drift | None:
+    """Where the first and the last third have medians whose intervals are apart by more than 5 %; else None.
+
+    An interval of the whole would then describe a mixture that depends on when one stopped. Fewer than 36 samples
+    are too few to tell.
     """
     n = len(samples)
     third = n // 3
     if third < 2 * FEWEST_FOR_INTERVAL:
-        return False
-    a, b = median_interval(samples[:third]), median_interval(samples[n - third :])
+        return None
+    first, last = samples[:third], samples[n - third :]
+    # the drift itself would look like autocorrelation: it is taken off, as the line through the two medians
+    middle, end = float(np.median(first)), float(np.median(last))
+    line = middle + (end - middle) * (np.arange(n) - (third - 1) / 2) / (n - third)
+    effective = third * n_effective(samples - line) / n
+    a, b = median_interval(first, effective), median_interval(last, effective)
     gap = max(a.low - b.high, b.low - a.high)
-    return gap > 0.05 * min(a.median, b.median)
+    return Drift(a.median, b.median) if gap > NOTABLE * min(a.median, b.median) else None
+
+
+def has_drifted(samples: Array) -> bool:
+    """Whether ``drift`` finds one."""
+    return drift(samples) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """Two values around which the samples gather, in their unit, and the fraction of them around the upper one."""
+
+    low: float
+    high: float
+    share_high: float
+
+
+def modes(samples: Array) -> Modes | None:
+    """The two modes of a series whose median would describe neither; None where the series shows one mode.
+
+    The sorted logarithms are split in two where the variance between the parts is largest (Otsu 1979). A unimodal
+    density is nowhere lower between two points than at both of them. So there are two modes where a window halfway
+    between the medians of the parts holds at most half the samples of the same window at either median, by more than
+    chance (binomial, one in 1000; counts are those of n_effective samples). The medians must be 5 % apart, and each
+    part must hold 5 % of the samples. Up to 10 % of the samples that lie far out are set aside for this search only.
+    """
+    n = len(samples)
+    if n < 4 * FEWEST_FOR_INTERVAL or not samples.min() > 0:
+        return None
+    ordered = np.log(np.sort(samples))
+    first, last = 0, n
+    fewest = max(FEWEST_FOR_INTERVAL, math.ceil(NOTABLE * n))
+    while last - first > 0.9 * n:
+        split = first + _best_split(ordered[first:last])
+        if split - first >= fewest and last - split >= fewest:
+            return _two_modes(ordered, first, split, last, n_effective(samples) / n)
+        if split - first < last - split:
+            first = split
+        else:
+            last = split
+    return None
+
+
+def _best_split(ordered: Array) -> int:
+    """Where to cut sorted values so that the variance between the two parts is largest: the size of the lower one."""
+    n = len(ordered)
+    below = np.arange(1, n)
+    sums = np.cumsum(ordered - ordered.mean())[:-1]
+    return 1 + int(np.argmax(sums**2 / (below * (n - below))))
+
+
+def _two_modes(ordered: Array, first: int, split: int, last: int, worth: float) -> Modes | None:
+    """The medians of ordered[first:split] and ordered[split:last] (logs) as modes, if there is a valley between."""
+    low, high = float(np.median(ordered[first:split])), float(np.median(ordered[split:last]))
+    if high - low < math.log1p(NOTABLE):
+        return None
+    width = (high - low) / 3
+
+    def around(centre: float) -> int:
+        left, right = np.searchsorted(ordered, (centre - width / 2, centre + width / 2))
+        return math.floor(int(right - left) * worth)
+
+    valley, hill = around((low + high) / 2), min(around(low), around(high))
+    trials = valley + hill
+    if 2 * valley > hill:
+        return None
+    # from 100 on, a third of the trials or fewer is always further from half of them than 1 in 1000
+    if trials < 100 and sum(math.comb(trials, k) for k in range(valley + 1)) / 2**trials > 1e-3:
+        return None
+    return Modes(math.exp(low), math.exp(high), (last - split) / (last - first))
+
+
+def remarks(samples: Array) -> list[str]:
+    """What a reader of the median must know about latencies in seconds, in measured order: one phrase each.
+
+    One sample only, all equal, two modes, a drift. Empty for a series that a median and its interval describe.
+    """
+    n = len(samples)
+    if n == 1:
+        return ["one sample only: nothing is known of its spread"]
+    if n and samples.min() == samples.max():
+        return [f"all {n} samples are equal: the timer is coarser than their differences"]
+    found = []
+    if (two := modes(samples)) is not None:
+        found.append(
+            f"two modes: {1 - two.share_high:.0%} of the samples around {format_time(two.low)}, "
+            f"{two.share_high:.0%} around {format_time(two.high)}; the median describes neither"
+        )
+    if (moved := drift(samples)) is not None:
+        found.append(f"drifted from {format_time(moved.first)} (first third) to {format_time(moved.last)} (last third)")
+    return found
 
 
 def quantile(samples: Array, q: float) -> float:

@@ -170,7 +170,8 @@ def crossover(sizes: ArrayLike, difference: Array, before: int) -> Crossover:
     if clear and (not lower <= root <= upper or _jumps(x, difference, lines, before)):
         return bracket
     low, high = _not_different_from_zero(lines, root, x[0], x[-1])
-    return Crossover(float(2**root), float(2**low), float(2**high), LOCAL_FIT, low <= x[0], high >= x[-1])
+    open_low, open_high = bool(low <= x[0]), bool(high >= x[-1])
+    return Crossover(float(2**root), float(2**low), float(2**high), LOCAL_FIT, open_low, open_high)
 
 
 @dataclass(frozen=True, slots=True)

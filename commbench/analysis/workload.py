@@ -119,9 +119,7 @@ def model_of(config: Mapping[str, Any], where: str = "config.json") -> Model:
     return Model(architecture, layers, hidden, dtype, moe_layers, top_k)
 
 
-def _expert_layers(
-    config: Mapping[str, Any], architecture: str, layers: int, number: Callable[..., int]
-) -> list[int]:
+def _expert_layers(config: Mapping[str, Any], architecture: str, layers: int, number: Callable[..., int]) -> list[int]:
     """The layers whose MLP is made of experts, as the model's own configuration class reads these fields."""
     if architecture.startswith("Deepseek"):
         first, every = number("first_k_dense_replace", default=0), number("moe_layer_freq", default=1)

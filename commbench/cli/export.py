@@ -13,8 +13,9 @@ TARGETS = ("sglang-0.5.3", "sglang-0.5.23", "vllm-0.33")
 
 @click.command(context_settings={"max_content_width": 100})
 @click.argument("policy", metavar="POLICY")
-@click.option("--for", "target", required=True, help=f"The engine and version: {', '.join(TARGETS)}.")
-@click.option("--world-size", "world_sizes", type=int, multiple=True, help="Ranks; again for more. [default: 2, 4, 6, 8]")
+@click.option("--for", "target", required=True, help=f"Engine and version: {', '.join(TARGETS)}.")
+@click.option("--world-size", "world_sizes", type=int, multiple=True,
+              help="Ranks; again for more. [default: 2, 4, 6, 8]")  # fmt: skip
 @click.option("--capability", "capabilities", multiple=True,
               help="Compute capability, such as 9.0; again for more. [default: those of the engine's tables]")  # fmt: skip
 @click.option("--enable", help="The policy's switches that are on, comma-separated. [default: its own]")
@@ -44,7 +45,7 @@ def command(
     for n in world_sizes:
         if n not in module.WORLD_SIZES:
             allowed = ", ".join(map(str, module.WORLD_SIZES))
-            raise UsageError(f"--world-size {n}: {target} has custom all-reduce and symmetric memory for {allowed} only")
+            raise UsageError(f"--world-size {n}: {target} has these backends for {allowed} ranks only")
     groups = [Group(c, n) for c in asked for n in world_sizes or module.WORLD_SIZES]
     requested = None if enable is None else frozenset(s.strip() for s in enable.split(",") if s.strip())
     loaded = load_policy(policy)

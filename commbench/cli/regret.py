@@ -64,6 +64,6 @@ def _document(report: RegretReport) -> dict[str, Any]:
         "mean": report.mean,
         "repeat": number(report.repeat),
         "left_out": dict(report.left_out),
-        "points": [{**record(p), "dead": p.dead} for p in report.points],
+        "points": [record(p) for p in report.points],
         "dead_zones": [record(z) for z in report.dead_zones],
     }

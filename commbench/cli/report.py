@@ -6,11 +6,15 @@ from pathlib import Path
 
 import click
 
+from commbench.errors import UsageError
+
 
 @click.command(context_settings={"max_content_width": 100})
 @click.argument("runs", metavar="RUN [RUN…]", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Where to write. [default: into RUN; needed for several]")
-def command(runs: tuple[Path, ...], out: Path | None) -> int:
+@click.option("--as", "tool", help="Print the numbers that another tool defines, as it prints them: nccl-tests, osu, "
+              "imb or param. Writes no page.")  # fmt: skip
+def command(runs: tuple[Path, ...], out: Path | None, tool: str | None) -> int:
     """Write plots (PNG and SVG) and a self-contained report.html for run directories.
 
     Several runs are drawn side by side in the same plots. Works also for runs that are still going on or were
@@ -19,7 +23,10 @@ def command(runs: tuple[Path, ...], out: Path | None) -> int:
     \b
     commbench report reports/20260131-101500-quick-1a2b
     commbench report reports/before reports/after --out /tmp/before-after
+    commbench report reports/20260131-101500-quick-1a2b --as imb
     """
+    if tool is not None:
+        return _as_tool(runs, out, tool)
     from commbench.report import write_report
     from commbench.report.summary import summarise
     from commbench.store.run import open_run
@@ -28,4 +35,14 @@ def command(runs: tuple[Path, ...], out: Path | None) -> int:
     for run in runs:
         click.echo(f"{run}: {summarise(open_run(run)).verdict}")
     click.echo(f"report: {page}")
+    return 0
+
+
+def _as_tool(runs: tuple[Path, ...], out: Path | None, tool: str) -> int:
+    from commbench.interop.other_tools import as_tool
+    from commbench.store.run import open_run
+
+    if out is not None:
+        raise UsageError("--as prints a table and writes no page; leave out --out")
+    click.echo("\n".join(as_tool(open_run(run), tool) for run in runs), nl=False)
     return 0

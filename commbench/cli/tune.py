@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from commbench.analysis.incumbent import Incumbent
     from commbench.analysis.tune import Tuning
-    from commbench.analysis.workload import Workload
+    from commbench.analysis.workload import StepTime, Workload
     from commbench.store.run import Run
     from commbench.types import Point
 
@@ -42,7 +42,7 @@ LAUNCHING = ("backends", "collectives", "dtypes", "sizes", "mode", "cache", "dev
 @click.option("--launches", type=int, help="Launches of each phase: grid, refinement, confirmation. [default: 5]")
 @click.option("--budget", help="Longest time for everything. [default: 4m30s]")
 @click.option("--seed", type=int, help="Seed of the random order and of the data. [default: 0]")
-@click.option("--keep", type=click.Path(path_type=Path), help="Folder for the runs. [default: reports/<time>-tune-<id>]")
+@click.option("--keep", type=click.Path(path_type=Path), help="Folder of the runs. [default: reports/<time>-tune-…]")
 @click.option("--policy", help="Today's policy, by name or file. [default: the runs', or commbench]")
 @click.option("--workload", type=click.Path(path_type=Path),
               help="A TOML file that says how often a model sends which message; see docs/tuning.md.")  # fmt: skip
@@ -81,8 +81,11 @@ def command(
         if runs:
             raise UsageError("--tp N measures now; leave out the runs, or leave out --tp")
         tuning, incumbent = _measured(tp, policy or "commbench", keep, flags, quiet or as_json)
+    from commbench.analysis.workload import steps_under
+
+    steps = steps_under(tuning, load) if load is not None else []  # refuses before anything is written
     _write(tuning, incumbent, out, [f"commbench tune {shlex.join(sys.argv[2:])}"])
-    _show(tuning, load, out, as_json)
+    _show(tuning, load, steps, out, as_json)
     return 0
 
 
@@ -208,10 +211,7 @@ def _write(tuning: Tuning, incumbent: Incumbent, out: Path, lines: list[str]) ->
     draw_tuning(tuning, out.parent, out.stem)
 
 
-def _show(tuning: Tuning, load: Workload | None, out: Path, as_json: bool) -> None:
-    from commbench.analysis.workload import steps_under
-
-    steps = steps_under(tuning, load) if load is not None else []
+def _show(tuning: Tuning, load: Workload | None, steps: list[StepTime], out: Path, as_json: bool) -> None:
     if as_json:
         from dataclasses import asdict
 

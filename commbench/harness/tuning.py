@@ -26,6 +26,7 @@ COARSE, REFINE, CONFIRM = "coarse", "refine", "confirm"
 START_S = 8.0
 # Seconds of a launch's budget for each point, at least: buffers, checks and a few samples.
 LEAST_PER_POINT_S = 0.03
+FEWEST_HELD_OUT = 3  # launches that confirm, also when the time is used up
 HALF_OCTAVE = 2**0.5
 
 Chooser = Callable[[Sequence[Run]], Sequence[Point]]
@@ -35,7 +36,8 @@ Announce = Callable[[str, int, float], Callable[[Event], None]]
 @dataclass(frozen=True, slots=True)
 class Effort:
     """launches: of the coarse grid and of the refinement, each. held_out: launches that confirm. budget_s: wall time
-    for everything; launches share what starting them leaves."""
+    for everything; launches share what starting them leaves. Where starting takes longer than planned the refinement
+    is left out and fewer launches confirm, but never fewer than FEWEST_HELD_OUT."""
 
     launches: int = 5
     held_out: int = 5
@@ -102,6 +104,11 @@ def adaptive(
             continue
         left = effort.budget_s - (time.monotonic() - started)
         share = {COARSE: 0.45, REFINE: 0.5, CONFIRM: 1.0}[phase] * left
+        least = overhead + len(points) * LEAST_PER_POINT_S
+        if phase == REFINE and left < launches * least + FEWEST_HELD_OUT * (overhead + 1.0):
+            continue  # a busy machine: what time is left goes into confirming
+        if phase == CONFIRM:
+            launches = min(launches, max(FEWEST_HELD_OUT, int(left / least)))
         per_launch = max(len(points) * LEAST_PER_POINT_S, share / launches - overhead)
         plan = replace(settings, budget_s=per_launch, seed=settings.seed + len(runs), backends=_forced(points))
         own_spec = spec.model_copy(update={"launches": launches, "name": f"tune-{phase}"})

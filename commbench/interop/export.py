@@ -18,7 +18,8 @@ from commbench.policy.model import Row, Table
 from commbench.types import DTYPES, CallSignature, Platform
 from commbench.units import format_size
 
-CUSTOM, SYMMETRIC, MSCCLPP, OTHER = "custom all-reduce", "torch symmetric memory", "MSCCL++", "NCCL or torch.distributed"
+CUSTOM, SYMMETRIC, MSCCLPP = "custom all-reduce", "torch symmetric memory", "MSCCL++"
+OTHER = "NCCL or torch.distributed"
 _KINDS = {"ca": CUSTOM, "symm_mem": SYMMETRIC, "pymscclpp": MSCCLPP, "pynccl": OTHER, "torch_dist": OTHER}
 DTYPES_ASKED = ("bfloat16", "float16", "float32")
 MODES_ASKED = ("eager", "graph")
@@ -85,7 +86,7 @@ def sizes_to_ask(limits: Iterable[int], itemsize: int) -> list[int]:
     found: set[int] = set()
     for limit in {*limits, *(1 << n for n in range(2, LARGEST.bit_length()))}:
         base = limit // 16 * 16
-        found.update(base + d for d in range(-16, 33, itemsize))
+        found.update(base + d for d in (-16, -8, -4, -itemsize, 0, itemsize, 4, 8, 12, 16, 20, 32))
     return sorted(s for s in found if 0 < s <= LARGEST and s % itemsize == 0)
 
 
@@ -116,9 +117,7 @@ def one_value(values: Mapping[Group, int], what: str, engine: str) -> int:
     return next(iter(distinct))
 
 
-def overlaid(
-    name: str, tables: Mapping[str, Sequence[Row]] = {}, values: Mapping[str, Value] = {}  # noqa: B006 - never changed
-) -> Policy:
+def overlaid(name: str, tables: Mapping[str, Sequence[Row]] = {}, values: Mapping[str, Value] = {}) -> Policy:
     """The shipped policy of an engine with the rows of some tables, and some parameters, replaced."""
     data = load_policy(name).data
     changed = dict(data.tables)
@@ -154,6 +153,14 @@ def check(wanted: Sequence[Picks], engine: Policy, requested: frozenset[str], na
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             raise ExportError(f"{name} cannot express policy {picks.policy.name}: at {found[0]}{more}")
     return len(wanted)
+
+
+def groups_text(groups: Sequence[Group]) -> list[str]:
+    """A line per compute capability: ``compute capability 9.0: 2, 4, 8 ranks``."""
+    ranks: dict[tuple[int, int], list[str]] = {}
+    for group in groups:
+        ranks.setdefault(group.capability, []).append(str(group.world_size))
+    return [f"compute capability {major}.{minor}: {', '.join(n)} ranks" for (major, minor), n in ranks.items()]
 
 
 def size_code(size_bytes: int) -> str:

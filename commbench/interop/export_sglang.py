@@ -13,6 +13,7 @@ from commbench.interop.export import (
     caps_of,
     check,
     exclusive,
+    groups_text,
     one_value,
     overlaid,
     size_code,
@@ -63,7 +64,9 @@ def export(policy: Policy, release: str, groups: Sequence[Group], requested: fro
     caps = {p.group: caps_of(p) for p in wanted}
     custom = one_value({g: c.custom for g, c in caps.items()}, "cap of custom all-reduce", release)
     if not custom:
-        raise ExportError(f"policy {policy.name} never takes custom all-reduce: start SGLang with --disable-custom-all-reduce")
+        raise ExportError(
+            f"policy {policy.name} never takes custom all-reduce: start SGLang with --disable-custom-all-reduce"
+        )
     max_size = exclusive(custom, 16) if how.custom_strict else custom
     rows = _symmetric(caps, release)
     switches = REQUESTED if any(rows.values()) else REQUESTED - {"symm_mem"}
@@ -109,7 +112,9 @@ def _module(
     lines = [
         f'"""All-reduce thresholds of policy {policy.name} for {release}, written by commbench.',
         "",
-        f"For {'; '.join(str(g) for g in groups)}.",
+        "For groups on one node, fully linked by NVLink:",
+        *(f"  {line}" for line in groups_text(groups)),
+        "",
         "Import this module and call apply() in every process before SGLang makes its groups.",
         "Start SGLang with --enable-torch-symm-mem." if any(rows.values()) else "Leave --enable-torch-symm-mem off.",
         *(f"Set {name}={value}." for name, value in how.environment),

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commbench.interop.export import Caps, ExportError, Group, Picks, caps_of, check, exclusive, overlaid, size_code
+from commbench.interop.export import (
+    Caps,
+    ExportError,
+    Group,
+    Picks,
+    caps_of,
+    check,
+    exclusive,
+    groups_text,
+    overlaid,
+    size_code,
+)
 from commbench.policy import Policy
 from commbench.policy.model import Row
 from commbench.units import format_size
@@ -54,9 +65,9 @@ def _check_reach(policy: Policy, group: Group, caps: Caps) -> None:
 
 
 def _rows(table: dict[str, dict[int, int]]) -> list[Row]:
-    rows = [
-        Row({"capability": (key,), "world_size": (str(n),)}, cap) for key, own in table.items() for n, cap in own.items()
-    ]
+    rows = []
+    for key, own in table.items():
+        rows += [Row({"capability": (key,), "world_size": (str(n),)}, cap) for n, cap in own.items()]
     return rows or [Row({"capability": ("0.0",), "world_size": ("0",)}, 0)]
 
 
@@ -66,7 +77,9 @@ def _module(
     lines = [
         f'"""All-reduce thresholds of policy {policy.name} for {RELEASE}, written by commbench.',
         "",
-        f"For {'; '.join(str(g) for g in groups)}.",
+        "For groups on one node, fully linked by NVLink:",
+        *(f"  {line}" for line in groups_text(groups)),
+        "",
         "Import this module and call apply() in every process before vLLM makes its groups; it sets the environment",
         "variables that keep FlashInfer and NCCL's symmetric memory from standing ahead.",
         '"""',
@@ -101,7 +114,7 @@ def _module(
 
 
 def _table(name: str, table: dict[str, dict[int, int]]) -> list[str]:
-    rows = [
-        f'    "{key}": {{{", ".join(f"{n}: {size_code(cap)}" for n, cap in own.items())}}},' for key, own in table.items()
-    ]
-    return [f"{name} = {{", *rows, "}"]
+    lines = [f"{name} = {{"]
+    for key, own in table.items():
+        lines.append(f'    "{key}": {{{", ".join(f"{n}: {size_code(cap)}" for n, cap in own.items())}}},')
+    return [*lines, "}"]

@@ -82,11 +82,13 @@ def _routes(cell: CellTuning, base: Policy, device: str) -> Iterable[str]:
     k = cell.cell
     scale = k.world_size if k.collective in PER_RANK else 1
     first = cell.intervals[0].first_bytes // scale
-    for name, interval in zip(_route_names(cell), cell.intervals, strict=True):
+    for place, (name, interval) in enumerate(zip(_route_names(cell), cell.intervals, strict=True)):
         gain = ""
         if interval.gain is not None:
-            gain = f"; {math.expm1(interval.gain.mean):+.1%} over {' and '.join(interval.today)}"
-        title = f"measured fastest, {format_size(interval.first_bytes)} to {format_size(interval.last_bytes)}{gain}"
+            took = " and ".join(t for t in interval.today if t != interval.backend)
+            gain = f"; {took} takes {math.expm1(interval.gain.mean):.1%} longer where it was taken"
+        above = f"above {format_size(interval.first_bytes - 1)}" if place else format_size(interval.first_bytes)
+        title = f"measured fastest, {above} to {format_size(interval.last_bytes)}{gain}"
         parent = _parent(base, interval.backend)
         needs = [f'{{ gate = "device_in", devices = [{_text(device)}] }}']
         needs += [f'{{ gate = "world_size_in", sizes = [{k.world_size}] }}']

@@ -11,7 +11,7 @@ import numpy as np
 
 from commbench.analysis.segments import BRACKET, UNKNOWN, Array, estimate_over_launches
 from commbench.errors import StoreError
-from commbench.report.style import BLACK, GREY, Look, decade_ticks, looks, short_time, size_ticks
+from commbench.report.style import BLACK, GREY, PROBLEM, Look, decade_ticks, looks, short_time, size_ticks
 from commbench.report.tune_text import ratio, sentence, short_size
 from commbench.units import format_size
 
@@ -85,6 +85,7 @@ def _curves(cell: CellTuning, axes: Any, look: dict[str, Look]) -> None:
     axes.minorticks_off()
     axes.set_ylabel("latency, typical launch\n(band: launches' range)")
     axes.legend(loc="upper left", frameon=False)
+    _todays_changes(cell, axes)
     # what the tuned policy takes, as a strip along the top
     for interval in cell.intervals:
         axes.axvspan(
@@ -97,6 +98,19 @@ def _curves(cell: CellTuning, axes: Any, look: dict[str, Look]) -> None:
         )
     axes.annotate("tuned pick ▸", (0, 0.987), xycoords="axes fraction", ha="right", va="center", fontsize=7, color=GREY,
                   xytext=(-2, 0), textcoords="offset points")  # fmt: skip
+
+
+def _todays_changes(cell: CellTuning, axes: Any) -> None:
+    """A dashed line where today's policy changes its pick, as far as the sizes tell."""
+    sizes, today = cell.curves.sizes, cell.curves.today
+    kept = {b.size_bytes for b in cell.boundaries if b.kept}
+    for i in range(1, len(sizes)):
+        if today[i] != today[i - 1] and not any(sizes[i - 1] <= k < sizes[i] for k in kept):
+            axes.axvline(sizes[i - 1], color=PROBLEM, linewidth=1.0, linestyle="--", zorder=2)
+            axes.annotate(
+                f"today: {short_size(sizes[i - 1])}", (sizes[i - 1], 0.03), xycoords=("data", "axes fraction"),
+                xytext=(-4, 0), textcoords="offset points", fontsize=8, va="bottom", ha="right", color=PROBLEM,
+            )  # fmt: skip
 
 
 def _spread(logs: Array) -> tuple[Array, Array]:
@@ -114,7 +128,7 @@ def _regrets(cell: CellTuning, axes: Any) -> None:
     sizes = np.array(cell.curves.sizes, dtype=np.float64)
     shown = [("tuned policy", cell.regret_tuned, cell.picks, BLACK, "-")]
     if cell.regret_today is not None:
-        shown.insert(0, ("today's policy", cell.regret_today, cell.curves.today, "#B00020", "--"))
+        shown.insert(0, ("today's policy", cell.regret_today, cell.curves.today, PROBLEM, "--"))
     top = 1.0
     for name, regret, picks, colour, style in shown:
         values = 100 * np.array(regret.per_size)

@@ -88,8 +88,9 @@ def sentence(cell: CellTuning) -> str:
     for interval in cell.intervals:
         if interval.gain is not None:
             took = " and ".join(t for t in interval.today if t != interval.backend)
-            gains.append(f"{percent(interval.gain.mean)} where it took {took} ({changed_span(cell, interval)})")
-    return f"Take {setting(cell)}: today's policy is slower by {'; '.join(gains)}."
+            longer = ratio(math.expm1(interval.gain.mean))
+            gains.append(f"{longer} longer where it took {took} ({changed_span(cell, interval)})")
+    return f"Take {setting(cell)}: today's policy takes {'; '.join(gains)}."
 
 
 def changed_span(cell: CellTuning, interval: Interval) -> str:
@@ -101,11 +102,11 @@ def changed_span(cell: CellTuning, interval: Interval) -> str:
     ]
     if not sizes:
         return "–"
-    return format_size(sizes[0]) if len(sizes) == 1 else f"{format_size(sizes[0])} to {format_size(sizes[-1])}"
+    return short_size(sizes[0]) if len(sizes) == 1 else f"{short_size(sizes[0])} to {short_size(sizes[-1])}"
 
 
 def regret_text(regret: Regret) -> str:
-    return f"mean {ratio(regret.mean)}, worst {ratio(regret.worst)} at {format_size(regret.worst_size_bytes)}"
+    return f"mean {ratio(regret.mean)}, worst {ratio(regret.worst)} at {short_size(regret.worst_size_bytes)}"
 
 
 def facts(cell: CellTuning) -> Iterator[tuple[str, str]]:
@@ -116,7 +117,7 @@ def facts(cell: CellTuning) -> Iterator[tuple[str, str]]:
         yield "regret of today's policy", regret_text(cell.regret_today)
     yield "regret of the tuned one", regret_text(cell.regret_tuned)
     if cell.held_out is None and cell.regret_held_out is not None:
-        yield "each launch by the others' choice", f"regret {regret_text(cell.regret_held_out)}"
+        yield "regret in launches left out", regret_text(cell.regret_held_out)
     yield (
         "noise",
         (
@@ -215,7 +216,7 @@ def print_regret(report: RegretReport, console: Console, *, everything: bool = F
     for p in shown:
         interval = "–" if p.kernel == p.fastest else f"{ratio(p.low)} to {ratio(p.high)}"
         row = [
-            ratio(p.regret), interval, format_size(p.size_bytes), p.kernel, p.fastest,
+            ratio(p.regret), interval, short_size(p.size_bytes), p.kernel, p.fastest,
             format_time(p.pick_s), format_time(p.fastest_s),
         ]  # fmt: skip
         table.add_row(*row, *([p.cell.title] if len(cells) > 1 else []), style="bold red" if p.dead else "")
@@ -223,9 +224,9 @@ def print_regret(report: RegretReport, console: Console, *, everything: bool = F
     if len(shown) < len(report.points):
         console.print(f"{len(shown)} of {len(report.points)} points shown; --all shows the others.", style="dim")
     for zone in report.dead_zones:
-        sizes = format_size(zone.first_bytes)
+        sizes = short_size(zone.first_bytes)
         if zone.last_bytes != zone.first_bytes:
-            sizes += f" to {format_size(zone.last_bytes)}"
+            sizes += f" to {short_size(zone.last_bytes)}"
         console.print(
             f"dead zone: {zone.cell.title}, {sizes}: {zone.picked} is taken, {zone.fastest} is faster, "
             f"up to {ratio(zone.worst)}",
@@ -234,7 +235,7 @@ def print_regret(report: RegretReport, console: Console, *, everything: bool = F
     worst = report.worst
     console.print(
         f"mean regret {ratio(report.mean)} over {len(report.points)} points, worst {ratio(worst.regret)} at "
-        f"{format_size(worst.size_bytes)} ({worst.cell.title}); {len(report.dead_zones)} dead zones"
+        f"{short_size(worst.size_bytes)} ({worst.cell.title}); {len(report.dead_zones)} dead zones"
     )
     if math.isfinite(report.repeat):
         console.print(

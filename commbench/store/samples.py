@@ -105,6 +105,7 @@ def _columns(header: dict[str, Any], body: bytes, launch: int) -> dict[str, Any]
         "start_ns": start,
         "end_ns": end,
         "valid": valid,
+        "block": np.full(ranks * n, header["first"], dtype=np.int32),
     }
 
 
@@ -160,7 +161,10 @@ def read_samples(directory: Path, point_id: str | Collection[str] | None = None)
     wanted = {point_id} if isinstance(point_id, str) else None if point_id is None else set(point_id)
     for path in sorted(folder.glob("launch-*.parquet")):
         filters = None if wanted is None else [("point_id", "in", wanted)]
-        frames.append(pq.read_table(path, filters=filters).to_pandas())
+        frame = pq.read_table(path, filters=filters).to_pandas()
+        if "block" not in frame:  # a run of an earlier commbench
+            frame["block"] = -1
+        frames.append(frame)
     for path in sorted(folder.glob("launch-*.bin")):
         launch = int(path.stem.partition("-")[2])
         frames += [

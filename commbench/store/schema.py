@@ -66,6 +66,7 @@ SAMPLE_COLUMNS: dict[str, str] = {
     "start_ns": "int64",
     "end_ns": "int64",
     "valid": "bool",
+    "block": "int32",  # number of the first iteration of the uninterrupted loop that this one is of; -1: not recorded
 }
 
 # What the files of a run directory are called.

@@ -10,7 +10,7 @@ from commbench.store.schema import SAMPLE_COLUMNS
 def samples(*rows: tuple[int, int, int, int, bool]) -> pd.DataFrame:
     """Rows (rank, iteration, start, end, valid) of one point in launch 0, in nanoseconds."""
     records = [(0, "p", rank, i, start, end, valid) for rank, i, start, end, valid in rows]
-    return pd.DataFrame.from_records(records, columns=list(SAMPLE_COLUMNS)).astype(SAMPLE_COLUMNS)
+    return pd.DataFrame.from_records(records, columns=list(SAMPLE_COLUMNS)[:-1]).assign(block=0).astype(SAMPLE_COLUMNS)
 
 
 def points(**changes: object) -> pd.DataFrame:

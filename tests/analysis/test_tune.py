@@ -19,7 +19,7 @@ from commbench.analysis.segments import (
     segment,
     typical,
 )
-from commbench.analysis.tune import Cell, CellTuning, Curves, Rules, choose, round_size, tune
+from commbench.analysis.tune import Cell, CellTuning, Curves, Rules, TooLittleData, choose, round_size, tune
 from commbench.errors import UsageError
 from commbench.types import AUTO
 from tests.scripted import Curve, frame, half_octaves, one_shot_and_two_shot, rows
@@ -185,9 +185,9 @@ def test_several_crossings_are_found(crossings: int) -> None:
 def test_where_nothing_is_faster_todays_policy_stays() -> None:
     same: dict[str, Curve] = {name: lambda s: 1e-6 + 1e-10 * s for name in ("a", "b", "c")}
     changed = 0
-    for seed in range(40):
+    for seed in range(20):
         changed += only_cell(same, lambda s: "a" if s < 40_000 else "b", seed=seed, cv=0.05).changed
-    assert changed <= 4  # 5 % each by the rules: more than 4 of 40 happens in 4.8 % of such series
+    assert changed <= 3  # 5 % each by the rules: more than 3 of 20 happens in 1.6 % of such series
 
 
 def test_a_gain_within_two_per_cent_is_no_reason_to_change() -> None:
@@ -365,3 +365,27 @@ def test_a_choice_does_not_depend_on_the_order_of_launches_or_backends() -> None
     one = choose(Curves(cell, sizes, ("a", "b", "c"), logs, ("a",) * 9, auto), Rules())
     two = choose(Curves(cell, sizes, ("c", "b", "a"), logs[::-1, :, ::-1], ("a",) * 9, auto), Rules())
     assert one == two
+
+
+def test_a_size_that_one_of_five_launches_measured_tells_nothing() -> None:
+    found = rows(one_shot_and_two_shot(64 * KIB), older(16 * KIB))
+    for row in found:
+        if row["size_bytes"] == 8 * KIB and row["launch"] > 0:
+            row |= {"status": "unsteady"}
+    (cell,) = tune(frame(found)).cells
+    assert 8 * KIB not in cell.curves.sizes
+    assert 16 * KIB in cell.curves.sizes
+
+
+def test_a_run_that_was_too_disturbed_to_compare_anything_is_inconclusive() -> None:
+    found = rows(one_shot_and_two_shot(64 * KIB), older(16 * KIB))
+    for row in found:
+        if row["launch"] > 0:
+            row |= {"status": "unsteady"}
+        if row["launch"] == 0 and row["backend_requested"] == "shm_oneshot":
+            row |= {"status": "unsteady"}
+    for row in found[:1]:
+        row |= {"status": "ok", "launch": 1}
+    with pytest.raises(TooLittleData, match="too busy") as raised:
+        tune(frame(found))
+    assert raised.value.exit_code == 3

@@ -25,7 +25,9 @@ from typing import Any
 def main(
     rank: int, n: int, folder: str, mode: str, block_ns: float, blocks: int, sizes: list[int], answers: Any
 ) -> None:
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]})
+    cores = sorted(os.sched_getaffinity(0))
+    if n <= len(cores):  # as the peers: bound to a core each, or left to the system where they outnumber the cores
+        os.sched_setaffinity(0, {cores[rank]})
     import numpy as np
     import torch
     import torch.distributed as dist
