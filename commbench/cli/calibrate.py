@@ -77,7 +77,7 @@ def _show(result: Calibration, tp: int) -> None:
     if not result.answers:
         click.echo("known  –    not checked: the native module is missing")
     click.echo(f"noise       launch to launch {result.cv:.1%} (worst point {result.cv_worst:.1%}) over "
-               f"{result.launches} launches; {result.noisy_points} of {result.points} points were disturbed")  # fmt: skip
+               f"{result.launches} launches; {result.noisy_points} of {result.points} points disturbed")  # fmt: skip
     click.echo(f"            {result.launches} launches a side find a slowdown of "
                f"{result.detectable(result.launches):.1%} (80 % power, 5 % false alarms)")  # fmt: skip
     click.echo("")
