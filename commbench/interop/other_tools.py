@@ -232,13 +232,14 @@ TOOLS: dict[str, Tool] = {
 def as_tool(run: Run, tool_name: str) -> str:
     """The run's points as ``tool_name`` would print them: one table per launch, collective, backend, policy and sync.
 
-    Points that were timed in batches between barriers are named below the tables. Raises UsageError for a tool that is not known, and where the samples cannot give that tool's number, naming the
-    flag with which a sweep can.
+    Points that were timed in batches between barriers are named below the tables. Raises UsageError for a tool that is
+    not known, and where the samples cannot give that tool's number, naming the flag with which a sweep can.
     """
     if tool_name not in TOOLS:
         raise UsageError(f"--as {tool_name!r} is no tool; known: {', '.join(TOOLS)}")
     tool = TOOLS[tool_name]
-    rows = [r for r in run.rows() if r["status"] in MEASURED and r["collective"] in tool.collectives]
+    latest = {(r["point_id"], r["launch"]): r for r in run.rows()}
+    rows = [r for r in latest.values() if r["status"] in MEASURED and r["collective"] in tool.collectives]
     if not rows:
         raise UsageError(
             f"{run.directory} has no measured point that {tool.name} has; it has {', '.join(tool.collectives)}"
@@ -293,7 +294,8 @@ def _no_number(tool: Tool, row: Mapping[str, Any]) -> str:
         way = "take larger --sizes, or a quieter machine"
     return (
         f"{row['collective']} of {row['size_bytes']} bytes, launch {row['launch']}, was timed in batches of "
-        f"{row['iters_per_sample']} calls (one is too short for the timer), and {tool.name} has a barrier at each; {way}"
+        f"{row['iters_per_sample']} calls (one is too short for the timer), "
+        f"and {tool.name} has a barrier at each; {way}"
     )
 
 
