@@ -17,6 +17,7 @@ from commbench.units import format_time
 CONFIDENCE = 0.95
 FEWEST_FOR_INTERVAL = 6  # 1 - 2 * (1/2)**n >= 0.95 first holds at n = 6
 NOTABLE = 0.05  # modes and drifts of less are not worth a remark
+_FEW_LAGS = 8  # up to here products are quicker than a Fourier transform
 _EXACT_UP_TO = 5000  # above, the normal approximation of the binomial is exact to a rank
 
 Array = NDArray[np.float64]
@@ -71,7 +72,7 @@ def _lower_rank(n: int, confidence: float = CONFIDENCE) -> int:
     return rank
 
 
-def n_effective(samples: Array) -> float:
+def n_effective(samples: Array, middle: float | None = None) -> float:
     """What n samples in measured order are worth: n / τ with τ = 1 + 2 Σ ρ_k, on sign(x − median).
 
     The sum runs to the first non-positive autocorrelation (Geyer's initial positive sequence, simplified).
@@ -80,18 +81,19 @@ def n_effective(samples: Array) -> float:
     Autocorrelations about the series' own mean come out too small, by about τ/n, and those of lag k also by the factor
     1 − k/n (Marriott & Pope, Biometrika 1954). Short series would thereby look less correlated than they are, so τ is
     found once as it is, and once more from (ρ_k + τ/n) / (1 − k/n); the larger one counts. The result is in [1, n].
+    middle: the samples' median, where it is known already.
     """
     n = len(samples)
     if n < 4:
         return float(n)
-    signs = np.sign(samples - np.median(samples))
+    signs = np.sign(samples - (np.median(samples) if middle is None else middle))
     variance = float(np.dot(signs, signs)) / n
     if variance == 0.0:
         return float(n)  # all equal: the timer saw no difference at all
-    centred = signs - signs.mean()
+    centred = signs - signs.sum() / n
     if not float(centred @ centred) > 0:
         return float(n)
-    for lags in (8, 64, n - 1):  # most sums are short; the last always ends
+    for lags in (_FEW_LAGS, n - 1):  # most sums are short
         rho = _autocorrelations(centred, min(lags, n - 1))
         tau, ended = _correlation_time(rho)
         half = rho[: n // 2]
@@ -105,7 +107,7 @@ def n_effective(samples: Array) -> float:
 def _autocorrelations(centred: Array, lags: int) -> Array:
     """ρ_1 … ρ_lags of a series whose mean is 0: products where they are few, a Fourier transform otherwise."""
     n = len(centred)
-    if lags <= 64:
+    if lags <= _FEW_LAGS:
         return np.array([centred[:-k] @ centred[k:] for k in range(1, lags + 1)]) / (centred @ centred)
     size = 1 << (2 * n - 1).bit_length()
     spectrum = np.fft.rfft(centred, size)
@@ -131,8 +133,8 @@ def median_interval(samples: Array, effective: float | None = None) -> Interval:
     if n == 0:
         raise ValueError("no samples: a median needs at least one")
     ordered = np.sort(samples)
-    middle = float(np.median(ordered))
-    worth = min(float(n), n_effective(samples) if effective is None else effective)
+    middle = float(ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+    worth = min(float(n), n_effective(samples, middle) if effective is None else effective)
     whole = math.floor(worth)
     rank = _lower_rank(whole)
     if rank == 0:

@@ -17,7 +17,7 @@ TARGETS = ("sglang-0.5.3", "sglang-0.5.23", "vllm-0.33")
 @click.option("--world-size", "world_sizes", type=int, multiple=True,
               help="Ranks; again for more. [default: 2, 4, 6, 8]")  # fmt: skip
 @click.option("--capability", "capabilities", multiple=True,
-              help="Compute capability, such as 9.0; again for more. [default: those of the engine's tables]")  # fmt: skip
+              help="Compute capability, such as 9.0; again for more. [default: the engine's own]")  # fmt: skip
 @click.option("--enable", help="The policy's switches that are on, comma-separated. [default: its own]")
 @click.option("--out", type=click.Path(path_type=Path), help="File to write. [default: stdout]")
 def command(

@@ -93,7 +93,10 @@ rows = [{ world_size = 2, value = "8MiB" }, { world_size = [4, 6, 8], value = "1
 def test_caps_that_differ_between_minor_capabilities_are_refused(tmp_path: Path) -> None:
     text = """
 [tables.symm_mem_max_bytes]
-rows = [{ capability = "10.0", world_size = 8, value = "64MiB" }, { capability = "10.3", world_size = 8, value = "32MiB" }]
+rows = [
+  { capability = "10.0", world_size = 8, value = "64MiB" },
+  { capability = "10.3", world_size = 8, value = "32MiB" },
+]
 """
     with pytest.raises(ExportError, match=r"10\.x; the policy has several"):
         export_sglang.export(policy(tmp_path, text), "sglang-0.5.3", [Group((10, 0), 8), Group((10, 3), 8)])
@@ -112,11 +115,9 @@ accepts = [{ gate = "size_at_least", limit = "64KiB" }, { gate = "size_at_most",
 @pytest.mark.parametrize("release", ["sglang-0.5.3", "sglang-0.5.23", "vllm-0.33"])
 def test_a_policy_that_changes_its_mind_twice_is_refused_with_the_first_size(tmp_path: Path, release: str) -> None:
     mine = policy(tmp_path, SANDWICH + caps("4MiB", "16MiB"))
+    write = {"vllm-0.33": lambda: export_vllm.export(mine, HOPPER)}
     with pytest.raises(ExportError, match=r"at 65536 bytes \(64 KiB\).*the policy takes NCCL"):
-        if release == "vllm-0.33":
-            export_vllm.export(mine, HOPPER)
-        else:
-            export_sglang.export(mine, release, HOPPER)
+        write.get(release, lambda: export_sglang.export(mine, release, HOPPER))()
 
 
 def test_a_pick_that_differs_by_dtype_is_refused(tmp_path: Path) -> None:
