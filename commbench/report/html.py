@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commbench.report.lines import DRAWN, combine, panels, run_names, varying_in
+from commbench.report.regret import regret_sections
 from commbench.report.style import interval_text, short_rate
 from commbench.report.summary import (
     VARIANTS,
@@ -83,6 +84,7 @@ def render(summaries: Sequence[Summary], plots: Sequence[Plot], path: Path) -> N
         several=len(summaries) > 1,
         glance=_glance(points, names),
         figures=_figures(plots, path.parent),
+        regrets=regret_sections(summaries, names),
         head=head,
         rows=rows,
     )
