@@ -28,6 +28,7 @@ from commbench.errors import CommbenchError, PeerLost
 CAPACITY = 1 << 14  # iterations a block can hold
 _LINE = 64
 _REACHED, _ARRIVED, _READ = 1, 2, 3  # words of a rank's line, after its barrier slot
+_QUESTION, _REPLY = 4, 5  # the same, for comparing clocks
 _WORDS = 64  # words that rank 0 can hand over at once
 TEXT_BYTES = 8192  # room for a text of each rank
 
@@ -156,16 +157,16 @@ class Team:
             if self.oversubscribed or spins > 2000:
                 os.sched_yield()
             if spins % 64 == 0:
-                self._check(slot, start, timeout_s)
+                self.check_peer(slot // self._line, start, timeout_s)
                 if spins > 20000:
                     time.sleep(50e-6)  # a rank is busy for long: leave it the core
 
-    def _check(self, slot: int, start: float, timeout_s: float) -> None:
+    def check_peer(self, rank: int, start: float, timeout_s: float) -> None:
+        """For a loop that has waited for a rank since ``start`` (monotonic): raises as ``barrier`` does."""
         self.raise_if_failed()
         waited = time.monotonic() - start
         if waited < 0.5:
             return
-        rank = slot // self._line
         try:
             os.kill(self._pids[rank], 0)
         except ProcessLookupError:
@@ -220,6 +221,10 @@ class Team:
                     raise PeerLost(
                         f"rank {rank} did not come back from the failed point within {timeout_s:.0f} s", rank
                     )
+
+    def clock_words(self, rank: int) -> tuple[int, int]:
+        """Places of two words in the page through which rank 0 and ``rank`` compare clocks (offset.PageLink)."""
+        return rank * self._line + _QUESTION, rank * self._line + _REPLY
 
     # ---- handing over -----------------------------------------------------------------------------------
 
