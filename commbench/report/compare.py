@@ -138,7 +138,7 @@ def _print_points(comparison: Comparison, console: Console, rows: int | None) ->
 
 
 def _with_pick(row: dict[str, Any]) -> str:
-    """The label, with what the point took where that is not what it asked for: ``… [auto→shm]``; two where it changed."""
+    """The label, with what was taken where that is not what was asked for: ``… [auto→shm]``; both where it changed."""
     label, base, cand = str(row["label"]), str(row["base_picked"]), str(row["cand_picked"])
     if not label.endswith("]"):
         return label

@@ -42,7 +42,9 @@ EARLIEST_S = 946_684_800.0  # 2000-01-01: before that a clock was never set
 READERS = 4
 
 # Columns of a file besides IDENTITY. log_mean and log_variance: of the natural logs of the launch medians in seconds.
-NIGHT_COLUMNS = ("picked", "how", "status", "launches", "log_mean", "log_variance", "medians_s")
+# key: the point_id as a number, by which files are searched.
+NIGHT_COLUMNS = ("key", "picked", "how", "status", "launches", "log_mean", "log_variance", "medians_s")
+_NUMBERS = ("key", "launches", "log_mean", "log_variance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Night:
     path: Path
     version: int
     facts: Mapping[str, Any]
+    footer: Any = None  # parquet's own, so that it need not be read again
 
     @property
     def run_id(self) -> str:
@@ -79,7 +82,9 @@ class Night:
         try:
             if self.version == 1:
                 return _summed(pq.read_table(self.path, columns=list(COLUMNS)).to_pandas()).select(list(columns))
-            return pq.ParquetFile(self.path).read(columns=list(columns), use_threads=False)
+            return pq.ParquetFile(self.path, metadata=self.footer, pre_buffer=False).read(
+                columns=list(columns), use_threads=False
+            )
         except (OSError, pa.ArrowException) as error:
             raise StoreError(f"{self.path} cannot be read: {error}; remove it from the history") from error
 
@@ -136,7 +141,11 @@ def add_run(
     temporary = directory / f".{run_id}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        pq.write_table(table, temporary, compression="zstd")
+        # numbers are quicker to read as they are than through a dictionary of all of them
+        texts = [field.name for field in table.schema if str(field.type).endswith("string")]
+        pq.write_table(
+            table, temporary, compression="zstd", use_dictionary=texts
+        )  # numbers: quicker to read as they are
         with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
         placed = _place(temporary, final)
@@ -199,11 +208,21 @@ def _summed(latencies: pd.DataFrame) -> pa.Table:
     )
     result[["picked", "how", "status"]] = result[["picked", "how", "status"]].fillna("")
     result["launches"] = result["launches"].fillna(0).astype("int64")
+    result["key"] = np.array([point_number(v) for v in result.index], dtype=np.uint64)
     lists: pd.Series = per_point["seconds"].agg(list)
     medians = [values if isinstance(values, list) else [] for values in lists.reindex(result.index)]
     result = result.astype({name: schema.POINT_COLUMNS[name] for name in IDENTITY})
     table = pa.Table.from_pandas(result.reset_index(drop=True), preserve_index=False)
     return table.append_column("medians_s", pa.array(medians, pa.list_(pa.float64())))
+
+
+def point_number(point_id: str) -> int:
+    """A point_id (16 hexadecimal digits) as a number. Raises StoreError for what is no point_id."""
+    try:
+        number = int(point_id, 16)
+    except ValueError:
+        raise StoreError(f"{point_id!r} is no point_id: it has 16 hexadecimal digits") from None
+    return number & 0xFFFF_FFFF_FFFF_FFFF
 
 
 def _joined(frame: pd.DataFrame, column: str) -> pd.Series:
@@ -267,7 +286,7 @@ def _open(path: Path) -> Night:
         footer = pq.read_metadata(path)
         raw = (footer.metadata or {}).get(METADATA)
         if raw is None:
-            return Night(path, 1, _facts_of_version_1(path, footer))
+            return Night(path, 1, _facts_of_version_1(path, footer), footer)
         facts = json.loads(raw)
         version = int(facts["schema_version"])
         float(facts["started_s"])
@@ -277,7 +296,7 @@ def _open(path: Path) -> Night:
     if version > HISTORY_SCHEMA:
         raise StoreError(f"{path.name}: schema version {version} is newer than {HISTORY_SCHEMA}; update commbench")
     facts["canaries"] = {n: {int(k): v for k, v in c.items()} for n, c in (facts.get("canaries") or {}).items()}
-    return Night(path, version, facts)
+    return Night(path, version, facts, footer)
 
 
 def _facts_of_version_1(path: Path, footer: Any) -> dict[str, Any]:
@@ -341,59 +360,70 @@ class Series:
 def load_series(nights: Sequence[Night], point_ids: Collection[str] | None = None) -> Series:
     """The numbers of some nights, for some points or all. A file that cannot be read is skipped and named."""
     import numpy as np
-    import pyarrow as pa
-    import pyarrow.compute as pc
 
-    def read(night: Night) -> pa.Table | str:
+    def read(night: Night) -> list[NDArray[Any]] | str:
         try:
-            return night.table(("point_id", "launches", "log_mean", "log_variance"))
+            table = night.table(_NUMBERS)
         except StoreError as error:
             return str(error)
+        return [table.column(name).to_numpy() for name in _NUMBERS]
 
     with ThreadPoolExecutor(READERS) as pool:
-        tables = list(pool.map(read, nights))
-    skipped = tuple(t for t in tables if isinstance(t, str))
-    kept = [(n, t) for n, t in zip(nights, tables, strict=True) if not isinstance(t, str)]
+        found = list(pool.map(read, nights))
+    skipped = tuple(f for f in found if isinstance(f, str))
+    kept = [(n, f) for n, f in zip(nights, found, strict=True) if not isinstance(f, str)]
     if point_ids is None:
-        chunks = [t.column("point_id").cast(pa.string()) for _, t in kept]
-        ids = pc.unique(pa.chunked_array([c for chunk in chunks for c in chunk.chunks], pa.string()))
+        keys = np.unique(np.concatenate([f[0] for _, f in kept])) if kept else np.empty(0, dtype=np.uint64)
     else:
-        ids = pa.array(sorted(set(point_ids)), pa.string())
-    shape = (len(ids), len(kept))
-    log_mean, launches, variance = np.full(shape, np.nan), np.zeros(shape), np.full(shape, np.nan)
-    for j, (_, table) in enumerate(kept):
-        place = pc.index_in(table.column("point_id").cast(pa.string()), value_set=ids)
-        rows = place.to_numpy(zero_copy_only=False) if isinstance(place, pa.Array) else place.to_numpy()
-        known = np.isfinite(rows)
-        target = rows[known].astype(np.int64)
-        for matrix, name in ((log_mean, "log_mean"), (launches, "launches"), (variance, "log_variance")):
-            matrix[target, j] = table.column(name).to_numpy()[known]
-    points = _identity_of([n for n, _ in kept], ids)
+        keys = np.array(sorted({point_number(i) for i in point_ids}), dtype=np.uint64)
+    shape = (len(kept), len(keys))
+    matrices = (np.full(shape, np.nan), np.zeros(shape), np.full(shape, np.nan))
+    for j, (_, (own, launches, mean, variance)) in enumerate(kept):
+        if len(own) == len(keys) and (own == keys).all():  # as it mostly is
+            for matrix, values in zip(matrices, (mean, launches, variance), strict=True):
+                matrix[j] = values
+            continue
+        place = np.searchsorted(keys, own)
+        known = place < len(keys)
+        known[known] = keys[place[known]] == own[known]
+        for matrix, values in zip(matrices, (mean, launches, variance), strict=True):
+            matrix[j, place[known]] = values[known]
+    log_mean, launches_of, variances = (np.ascontiguousarray(m.T) for m in matrices)
+    points, more = _identity_of([n for n, _ in kept], keys)
     there = points["collective"].notna().to_numpy()
     points = points[there].reset_index(drop=True)
-    return Series(tuple(n for n, _ in kept), points, log_mean[there], launches[there], variance[there], skipped)
+    return Series(
+        tuple(n for n, _ in kept), points, log_mean[there], launches_of[there], variances[there], (*skipped, *more)
+    )
 
 
-def _identity_of(nights: Sequence[Night], ids: pa.Array) -> pd.DataFrame:
-    """What each point is, from the last night that has it; NA where none does. A row per id, in their order."""
+def _identity_of(nights: Sequence[Night], keys: NDArray[np.uint64]) -> tuple[pd.DataFrame, list[str]]:
+    """What each point is, from the last night that tells (NA where none does), a row per key; and unreadable files."""
     import pandas as pd
 
-    columns = (*IDENTITY, "picked", "how")
-    wanted = set(ids.to_pylist())
-    parts = []
+    columns = ("key", *IDENTITY, "picked", "how")
+    wanted = set(keys.tolist())
+    parts, skipped = [], []
     for night in reversed(nights):
         if not wanted:
             break
-        frame = night.table(columns).to_pandas()
-        frame = frame[frame["point_id"].isin(wanted)]
+        try:
+            frame = night.table(columns).to_pandas()
+        except StoreError as error:
+            skipped.append(str(error))
+            continue
+        frame = frame[frame["key"].isin(wanted)]
         parts.append(frame)
-        wanted -= set(frame["point_id"])
+        wanted -= set(frame["key"].tolist())
     known = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(columns))
-    return known.set_index("point_id", drop=False).reindex(ids.to_pylist()).reset_index(drop=True)
+    return known.set_index("key").reindex(keys).reset_index(drop=True), skipped
+
+
+_WORDS = re.compile(r"[^\s\[\],]+")
 
 
 def find_points(points: pd.DataFrame, labels: Sequence[str], wanted: str) -> list[int]:
-    """Rows that ``wanted`` names: by the start of the point_id, the whole label, or all of its words in any order.
+    """Rows that ``wanted`` names: by the start of the point_id, the whole label, its words in any order, or parts.
 
     Raises UsageError when there is none.
     """
@@ -405,8 +435,10 @@ def find_points(points: pd.DataFrame, labels: Sequence[str], wanted: str) -> lis
     exact = [i for i, text in enumerate(labels) if text == wanted]
     if exact:
         return exact
-    words = wanted.lower().split()
-    hits = [i for i, text in enumerate(labels) if all(w in text.lower() for w in words)]
+    words = set(_WORDS.findall(wanted.lower()))
+    hits = [i for i, text in enumerate(labels) if words <= set(_WORDS.findall(text.lower()))]
+    if not hits:
+        hits = [i for i, text in enumerate(labels) if all(w in text.lower() for w in words)]
     if not hits:
         raise UsageError(f"the history has no point {wanted!r}; `commbench history show` without a point lists them")
     return hits

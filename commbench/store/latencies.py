@@ -68,7 +68,10 @@ def _check_latencies(run: Run, frame: pd.DataFrame) -> None:
     import numpy as np
 
     latency = frame["latency_median_s"].to_numpy(dtype=np.float64, na_value=np.nan)
-    bad = frame["status"].isin(["ok", "unsteady"]).to_numpy() & ~(np.isfinite(latency) & (latency > 0))
+    status = frame["status"].to_numpy(dtype=str, na_value="failed")
+    # an unsteady point may have no latency at all: every window of it was missed
+    bad = (status == "ok") & ~(np.isfinite(latency) & (latency > 0))
+    bad |= (status == "unsteady") & ~np.isnan(latency) & ~(np.isfinite(latency) & (latency > 0))
     if bad.any():
         first = frame[bad].iloc[0]
         value = latency[bad][0]
