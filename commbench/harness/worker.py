@@ -181,6 +181,7 @@ def main(directory: Path, launch: int) -> None:
                 "missed_windows": missed,
             },
             known_answers=known_answers,
+            clocks=meter.clocks.to_dict(),
             oversubscribed=team.oversubscribed,
             cores=cores,
             last_level_cache_bytes=last_level_cache_bytes(),

@@ -27,13 +27,15 @@ from commbench.measure.correctness import Check
 from commbench.measure.gate import DelayedGate, NativeGate, WindowGate, make_gate
 from commbench.measure.loop import Block, Call, nothing, run_block, run_native_block
 from commbench.measure.places import Place, Places, buffers_for
+from commbench.measure.offset import agreement
 from commbench.measure.settings import Settings
 from commbench.measure.stopping import FEWEST_VISITS, Progress, StoppingRule
 from commbench.measure.team import CAPACITY, PointFailed, Team
 from commbench.native import load, why_unavailable
 from commbench.policy import Policy
-from commbench.statistics import Array, is_steady, median_interval, quantile
+from commbench.statistics import FEWEST_FOR_INTERVAL, Array, has_drifted, is_steady, median_interval, modes, quantile
 from commbench.types import AUTO, COLLECTIVES, Point
+from commbench.units import format_time
 
 VISIT_S = 0.02  # time one visit of a point aims at
 FIRST_WARMUP = 4  # iterations of the first warm-up block
@@ -102,6 +104,27 @@ def adapted_delta_ns(delta_ns: int, missed: float, ranks: int) -> int:
     if missed < 0.01:
         return max(delta_ns // 2, smallest_delta_ns(ranks))
     return delta_ns
+
+
+def shape_notes(latencies: Array) -> list[str]:
+    """What one median would hide about a series: two modes, or a drift while it was taken."""
+    notes = []
+    n = len(latencies)
+    if n < FEWEST_FOR_INTERVAL:
+        notes.append(f"only {n} valid samples: the median has no interval")
+    elif latencies.min() == latencies.max():
+        notes.append(f"all {n} samples are equal: the timer is coarser than the differences between calls")
+    two = modes(latencies)
+    if two is not None:
+        notes.append(
+            f"two modes: {1 - two.share_high:.0%} of the samples around {format_time(two.low)}, "
+            f"{two.share_high:.0%} around {format_time(two.high)}"
+        )
+    elif has_drifted(latencies):
+        third = n // 3
+        first, last = float(np.median(latencies[:third])), float(np.median(latencies[-third:]))
+        notes.append(f"the latency drifted from {format_time(first)} to {format_time(last)} while it was measured")
+    return notes
 
 
 def batch_for(uncertainty_s: float, typical_s: float) -> int:
@@ -184,7 +207,10 @@ class Meter:
         self._tell = tell
         self._clock_s = clock_s
         self._started_s = clock_s()
-        self.sync = "barrier" if team.oversubscribed and settings.sync == "window" else settings.sync
+        self.clocks = agreement(team)
+        # a window needs a core for each rank and one clock for all
+        windows = not team.oversubscribed and self.clocks.ok
+        self.sync = "barrier" if settings.sync == "window" and not windows else settings.sync
         self._gate = make_gate(self.sync, team)
         self._window = self._gate if isinstance(self._gate, WindowGate | NativeGate) else None
         if settings.skew_rank == team.rank and settings.skew_s:
@@ -523,6 +549,10 @@ class Meter:
                 reasons.append(
                     f"no steady state within {s.warmup_iterations} warm-up iterations, nor among the samples"
                 )
+        if not self.clocks.ok:
+            reasons.append(self.clocks.verdict())
+        if status == "ok" and self._team.rank == 0:
+            reasons += shape_notes(s.all_latencies())
         noises = [noise_module.from_dict(rank["noise"]) for rank in ranks if rank["noise"] is not None]
         values: Row = {
             "order": s.order,
