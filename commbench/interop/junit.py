@@ -1,4 +1,7 @@
-"""A judgement as JUnit XML: a test case per family, ``failure`` if it is slower, ``skipped`` if inconclusive."""
+"""A judgement as JUnit XML: a test case per family, ``failure`` if it is slower, ``skipped`` if inconclusive.
+
+Valid under the schemas of Jenkins (its xUnit plugin's junit-10) and of Ant (JUnit.xsd).
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,8 @@ def to_junit(judgement: Judgement, *, host: str, when: datetime.datetime, names:
     suite = ElementTree.Element(
         "testsuite",
         {
+            "id": "0",
+            "package": "commbench",
             "name": "commbench gate",
             "tests": str(max(1, len(verdicts))),
             "failures": str(counts[Status.REGRESSION]),
@@ -61,6 +66,8 @@ def to_junit(judgement: Judgement, *, host: str, when: datetime.datetime, names:
             failure.text = _clean("\n".join(_lines(verdict.slow_points)) or verdict.reason)
         elif verdict.status == Status.INCONCLUSIVE:
             ElementTree.SubElement(case, "skipped", {"message": _clean(verdict.reason)})
+    for name in ("system-out", "system-err"):  # Ant's schema wants them, and says where
+        ElementTree.SubElement(suite, name)
     suites = ElementTree.Element("testsuites")
     suites.append(suite)
     ElementTree.indent(suites)

@@ -138,7 +138,7 @@ def _regrets(cell: CellTuning, axes: Any) -> None:
         axes.errorbar(sizes, values, yerr=np.abs(bars.T - values), fmt="none", ecolor=colour, elinewidth=0.7, alpha=0.5)
         top = max(top, float(np.nanmax(values)))
     axes.axhline(0, color=GREY, linewidth=0.8)
-    axes.set_ylim(-0.06 * top, 1.3 * top)
+    axes.set_ylim(-0.06 * top, 1.5 * top)  # room for the legend
     axes.set_ylabel("slower than the fastest\nbackend at that size, %")
     axes.legend(loc="upper left", frameon=False)
 

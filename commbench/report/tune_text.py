@@ -83,7 +83,10 @@ def sentence(cell: CellTuning) -> str:
     if not known:
         return f"Take {setting(cell)}; today's policy was not measured."
     if not cell.changed:
-        return f"Keep today's policy: no change gains {ratio(cell.provable)} or more beyond the noise."
+        return (
+            f"Keep today's policy: nothing is provably faster ({cell.curves.launches} launches would have shown a gain "
+            f"of {ratio(cell.provable)} at one size)."
+        )
     gains = []
     for interval in cell.intervals:
         if interval.gain is not None:

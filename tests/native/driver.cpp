@@ -260,10 +260,9 @@ void fill(void* p, size_t count, DType t, int rank, unsigned salt) {
 }
 
 // Every rank runs the same random program (one seed), with delays of its own.
-void program(Comm& c, unsigned seed, int rounds, unsigned char* heap, size_t heap_stride) {
+void program(Comm& c, unsigned seed, int rounds, unsigned char* heap, size_t heap_stride, size_t limit) {
   const int n = c.n_ranks(), rank = c.rank();
   std::mt19937 random(seed), own(seed * 100 + unsigned(rank));
-  const size_t limit = n > 16 ? 700 : 6000;
   for (int round = 0; round < rounds; ++round) {
     const int kind = int(random() % 13);
     const DType t = dtypes[random() % 8];
@@ -391,21 +390,23 @@ void program(Comm& c, unsigned seed, int rounds, unsigned char* heap, size_t hea
   }
 }
 
-void check_collectives(int n, unsigned seed, int rounds, bool oversubscribed, bool debug) {
-  const size_t chunk = size_t(n) * 64 * (n <= 8 ? 16 : 2);  // small, so that most calls take several chunks
+// large: chunks and arrays so large that puts choose between plain and streaming stores.
+void check_collectives(int n, unsigned seed, int rounds, bool oversubscribed, bool debug, bool large = false) {
+  const size_t chunk = size_t(n) * 64 * (large ? 512 : n <= 8 ? 16 : 2);  // small, so that most calls take several chunks
+  const size_t limit = large ? 60000 : n > 16 ? 700 : 6000;
   Segment segment(Layout(n, chunk).total);
-  const size_t stride = 200 << 10;
+  const size_t stride = large ? 1 << 20 : 200 << 10;
   Segment heap(stride * size_t(n));
   run_threads(n, [&](int rank) {
     Config cfg = config(n, rank, chunk, oversubscribed);
     cfg.debug = debug;
     Comm c(segment.p, cfg, nullptr);
     c.add_registered(1, heap.p, stride, stride);
-    program(c, seed, rounds, static_cast<unsigned char*>(heap.p), stride);
+    program(c, seed, rounds, static_cast<unsigned char*>(heap.p), stride, limit);
     c.barrier();
     c.close();
   });
-  std::printf("ok: %d ranks, %d rounds%s%s\n", n, rounds, oversubscribed ? ", oversubscribed" : "", debug ? ", debug" : "");
+  std::printf("ok: %d ranks, %d rounds%s%s\n", n, rounds, large ? ", large" : oversubscribed ? ", oversubscribed" : "", debug ? ", debug" : "");
 }
 
 void check_gate(int n) {
@@ -503,6 +504,7 @@ int main(int argc, char** argv) {
   std::printf("ok: failures, gate\n");
   check_collectives(2, seed, rounds * 4, false, false);
   check_collectives(2, seed + 1, rounds, true, true);
+  for (int n : {2, 3}) check_collectives(n, seed + 100, rounds, true, false, true);
   for (int n : {1, 3, 4, 7, 8}) check_collectives(n, seed + unsigned(n), rounds, true, false);
   check_collectives(16, seed + 16, rounds / 3, true, false);
   check_collectives(64, seed + 64, rounds / 10, true, false);
