@@ -12,7 +12,7 @@ COMMBENCH = load_policy("commbench")
 
 
 def test_on_cpu_the_boundary_is_the_threshold_of_shared_memory() -> None:
-    limit = 32 << 10
+    limit = 64 << 10
     sizes = probe_sizes(COMMBENCH, "all_reduce", "float32", cpu(2))
     assert {limit - 4, limit, limit + 4} <= set(sizes)
     assert sizes == sorted(set(sizes))
@@ -35,7 +35,7 @@ def test_sizes_are_of_the_total_array_and_divide_among_the_ranks() -> None:
     """all_gather's caller passes one rank's part; reduce_scatter's the whole."""
     for collective in ("all_gather", "reduce_scatter"):
         assert all(size % (4 * 4) == 0 for size in probe_sizes(COMMBENCH, collective, "float32", cpu(4)))
-    assert (16 << 10) * 4 in probe_sizes(COMMBENCH, "all_gather", "float32", cpu(4))
+    assert (64 << 10) * 4 in probe_sizes(COMMBENCH, "all_gather", "float32", cpu(4))
 
 
 def test_a_policy_without_thresholds_gives_no_sizes() -> None:

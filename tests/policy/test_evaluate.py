@@ -161,7 +161,7 @@ def test_commbench_lets_quick_all_reduce_have_the_sizes_that_it_wins() -> None:
 def test_the_thresholds_of_shared_memory_are_data_that_can_be_read() -> None:
     policy = POLICIES["commbench"]
     assert policy.values(cpu(2))["shm_one_shot_max_bytes"] == policy.parameters["shm_one_shot_max_bytes"][2]
-    assert [(b, s, e) for b, s, e, _ in policy.thresholds("all_reduce", "float32", cpu(4))] == [("shm", 16 << 10, "<=")]
+    assert [(b, s, e) for b, s, e, _ in policy.thresholds("all_reduce", "float32", cpu(4))] == [("shm", 64 << 10, "<=")]
 
 
 def test_an_environment_variable_moves_its_threshold() -> None:
