@@ -226,14 +226,16 @@ def measured(points: pd.DataFrame, world_size: int, what: str) -> LatencyOf:
     """
     own = points[(points["world_size"] == world_size) & points["latency_median_s"].notna()]
     curves: dict[tuple[str, str], dict[int, float]] = {}
-    for row in own[["collective", "dtype", "size_bytes", "latency_median_s"]].itertuples(index=False):
-        curve = curves.setdefault((str(row.collective), str(row.dtype)), {})
-        if int(row.size_bytes) in curve:
+    sizes_of = own["size_bytes"].to_numpy(dtype="int64").tolist()
+    latencies_of = own["latency_median_s"].to_numpy(dtype="float64").tolist()
+    for name, kind, size, latency_s in zip(own["collective"], own["dtype"], sizes_of, latencies_of, strict=True):
+        curve = curves.setdefault((str(name), str(kind)), {})
+        if size in curve:
             raise UsageError(
-                f"{what} has several points of {row.collective} {row.dtype} at {format_size(int(row.size_bytes))}; "
+                f"{what} has several points of {name} {kind} at {format_size(size)}; "
                 "a workload needs one latency for each size"
             )
-        curve[int(row.size_bytes)] = float(row.latency_median_s)
+        curve[size] = latency_s
 
     def latency(collective: str, dtype: str, size_bytes: int) -> float:
         curve = curves.get((collective, dtype))
