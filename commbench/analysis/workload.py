@@ -19,6 +19,8 @@ from commbench.types import DTYPES
 from commbench.units import format_size
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from commbench.analysis.tune import CellTuning, Tuning
 
 DENSE = frozenset(
@@ -213,6 +215,36 @@ def interpolated(sizes: Sequence[int], latencies_s: Sequence[float], size_bytes:
     left = right - 1
     part = math.log(size_bytes / sizes[left]) / math.log(sizes[right] / sizes[left])
     return float(math.exp((1 - part) * math.log(latencies_s[left]) + part * math.log(latencies_s[right])))
+
+
+def measured(points: pd.DataFrame, world_size: int, what: str) -> LatencyOf:
+    """Latencies from one side of a comparison, for ``step_seconds``.
+
+    points: one row per point (launches merged), with collective, dtype, world_size, size_bytes, latency_median_s; rows
+    without a latency are left out. what: the side's name, for messages. The function raises UsageError for what was
+    not measured; so does this one where a size has several rows (several backends or policies: choose one side first).
+    """
+    own = points[(points["world_size"] == world_size) & points["latency_median_s"].notna()]
+    curves: dict[tuple[str, str], dict[int, float]] = {}
+    sizes_of = own["size_bytes"].to_numpy(dtype="int64").tolist()
+    latencies_of = own["latency_median_s"].to_numpy(dtype="float64").tolist()
+    for name, kind, size, latency_s in zip(own["collective"], own["dtype"], sizes_of, latencies_of, strict=True):
+        curve = curves.setdefault((str(name), str(kind)), {})
+        if size in curve:
+            raise UsageError(
+                f"{what} has several points of {name} {kind} at {format_size(size)}; "
+                "a workload needs one latency for each size"
+            )
+        curve[size] = latency_s
+
+    def latency(collective: str, dtype: str, size_bytes: int) -> float:
+        curve = curves.get((collective, dtype))
+        if curve is None:
+            raise UsageError(f"the workload sends {collective} of {dtype} on {world_size} ranks; {what} has none")
+        sizes = sorted(curve)
+        return interpolated(sizes, [curve[s] for s in sizes], size_bytes, f"{collective} {dtype}")
+
+    return latency
 
 
 def steps_under(tuning: Tuning, load: Workload) -> list[StepTime]:

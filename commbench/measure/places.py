@@ -57,7 +57,8 @@ class IdleBuffers(Buffers):
 
     def signature(self, coordinator: GroupCoordinator) -> CallSignature:
         point = self.point
-        return CallSignature(point.collective, point.op, point.dtype, point.size_bytes, point.numel)
+        name = point.collective.removesuffix("_skewed")
+        return CallSignature(name, point.op, point.dtype, point.size_bytes, point.numel)
 
     def native_call(self, backend: Backend) -> BoundCall | None:
         return None

@@ -13,6 +13,7 @@ from commbench.analysis.workload import (
     Calls,
     calls_of,
     interpolated,
+    measured,
     model_of,
     step_seconds,
     steps_under,
@@ -135,6 +136,30 @@ def test_a_workload_that_makes_no_sense_is_refused(how: dict[str, Any], message:
 def test_a_distribution_needs_tokens_and_weights(tokens: dict[int, float]) -> None:
     with pytest.raises(UsageError):
         workload_of(model_of(LLAMA_8B), {"decode": tokens}, name="w", tp=2)
+
+
+def side(sizes: list[int], world_size: int = 2) -> Any:
+    found = rows({"shm": lambda s: s * 1e-9}, lambda size: "shm", sizes=sizes, launches=1, cv=0.0)
+    points = frame([r for r in found if r["backend_requested"] == "auto"])
+    return measured(points, world_size, "candidate")
+
+
+def test_a_side_of_a_comparison_gives_the_latencies_of_its_points() -> None:
+    latency = side([1024, 4096])
+    assert latency("all_reduce", "float32", 2048) == pytest.approx(2048e-9)
+
+
+def test_a_side_that_lacks_what_the_workload_sends_is_named() -> None:
+    with pytest.raises(UsageError, match="candidate has none"):
+        side([1024])("all_reduce", "bfloat16", 1024)
+    with pytest.raises(UsageError, match="measured is 1 KiB to 4 KiB"):
+        side([1024, 4096])("all_reduce", "float32", 8192)
+
+
+def test_a_side_with_two_latencies_for_one_size_is_refused() -> None:
+    found = rows({"shm": lambda s: s * 1e-9}, lambda size: "shm", sizes=[1024], launches=1)
+    with pytest.raises(UsageError, match="several points of all_reduce float32 at 1 KiB"):
+        measured(frame(found), 2, "candidate")
 
 
 # ---- the file -----------------------------------------------------------------------------------------------------

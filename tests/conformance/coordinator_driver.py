@@ -1,4 +1,6 @@
-"""Run the real SGLang 0.5.3 coordinator and ours side by side, on the CPU: in the environment of test_sglang_coordinator.py.
+"""Run the real SGLang 0.5.3 coordinator and ours side by side, on the CPU.
+
+Run by test_sglang_coordinator.py, in an environment of its own.
 
 ``results N``   N processes over gloo: every operation over a grid; prints the cases where the two differ, as JSON
 ``layouts``     the group lists that SGLang's initialize_model_parallel makes for every factorisation of 1 to 16 ranks
@@ -73,7 +75,8 @@ def cases(rank: int, n: int) -> Iterator[tuple[str, str, Call]]:
 
         def into_tensor(g: Any, x: torch.Tensor = x) -> Any:
             output = torch.empty((n * x.shape[0], *x.shape[1:]), dtype=x.dtype)
-            g.all_gather_into_tensor(output, x)
+            # SGLang's own is a custom op that is registered for accelerators only; this is what the op calls
+            getattr(g, "_all_gather_into_tensor", g.all_gather_into_tensor)(output, x)
             return output
 
         if x.dim():
@@ -179,7 +182,7 @@ def sorted_items(values: Any) -> Any:
 def outcome(call: Call, group: Any) -> tuple[str, Any]:
     try:
         return "value", call(group)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - what either raises is what is compared
         return "error", f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
 
 
@@ -249,9 +252,9 @@ def layouts() -> list[dict[str, Any]]:
                 with (
                     mock.patch.object(theirs, "init_model_parallel_group", record),
                     mock.patch.object(theirs, "get_world_group", mock.MagicMock()),
-                    mock.patch.object(dist, "is_initialized", lambda: True),
+                    mock.patch.object(dist, "is_initialized", return_value=True),
                     mock.patch.object(dist, "get_world_size", lambda group=None, world=world: world),
-                    mock.patch.object(dist, "get_backend", lambda group=None: "gloo"),
+                    mock.patch.object(dist, "get_backend", return_value="gloo"),
                 ):
                     theirs._TP = theirs._PP = theirs._MOE_EP = theirs._MOE_TP = None
                     theirs.initialize_model_parallel(tp, ep, world // tp)
@@ -271,7 +274,7 @@ def overhead() -> dict[str, float]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     everyone = dist.group.WORLD
     theirs = load()
-    with mock.patch.object(dist, "new_group", lambda *a, **k: everyone):
+    with mock.patch.object(dist, "new_group", return_value=everyone):
         sglang = theirs.GroupCoordinator([[0, 1]], 0, "fake", *[False] * 7, group_name="tp")
     from tests.perf.coordinators import over_fake_group
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import subprocess
-import sys
-import sysconfig
-import venv
 from collections import Counter
 from pathlib import Path
 
@@ -16,37 +12,22 @@ import pytest
 
 from commbench.policy import load_policy
 from commbench.policy.batch import answer
+from tests.conformance.environment import SGLANG, clean_environment, python_with
 
 DRIVER = Path(__file__).with_name("sglang_driver.py")
-RELEASE = "sglang==0.5.3"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def python_with_sglang(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def python_with_sglang() -> list[str]:
     """The start of a command line: Python in an environment that has SGLang's wheel and, of the rest, only this one's
     torch and numpy. Skips where the package registry cannot be reached."""
-    home = tmp_path_factory.mktemp("sglang")
-    venv.create(home, with_pip=False)
-    python = home / "bin" / "python"
-    site = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--retries", "0", "--timeout", "20"]
-    done = subprocess.run([*install, "--target", site, RELEASE], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"{RELEASE} cannot be installed from the registry: {done.stderr.strip().splitlines()[-1]}")
-    (Path(site) / "torch-from-here.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return [str(python), str(DRIVER)]
+    return [python_with(SGLANG), str(DRIVER)]
 
 
 def live(python_with_sglang: list[str], arch: str) -> list[dict[str, str]]:
     command = [*python_with_sglang, arch, "5", "120", "25"]
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "ROCM_", "PYTHONPATH"))}
-    done = subprocess.run(command, capture_output=True, text=True, env=clean, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=clean_environment(), check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return list(csv.DictReader(io.StringIO(done.stdout)))
 
