@@ -26,8 +26,8 @@ from commbench.measure.clock import TimerFacts, resolution_s, timer_facts
 from commbench.measure.correctness import Check
 from commbench.measure.gate import DelayedGate, NativeGate, WindowGate, make_gate
 from commbench.measure.loop import Block, Call, nothing, run_block, run_native_block
-from commbench.measure.places import Place, Places, buffers_for
 from commbench.measure.offset import agreement
+from commbench.measure.places import Place, Places, buffers_for
 from commbench.measure.settings import Settings
 from commbench.measure.stopping import FEWEST_VISITS, Progress, StoppingRule
 from commbench.measure.team import CAPACITY, PointFailed, Team

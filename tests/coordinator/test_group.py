@@ -164,8 +164,6 @@ def test_counters_tell_what_was_taken_when_a_policy_lies() -> None:
     assert run_ranks(lied_to, 2) == [("fake", {"torch_dist": 5})] * 2
 
 
-
-
 def one_rank_fails(rank: int, size: int) -> dict[str, str | None]:
     from commbench.backends import fake
     from commbench.backends.base import Availability
