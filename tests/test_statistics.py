@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commbench.statistics import (
@@ -53,6 +53,7 @@ def test_the_normal_approximation_joins_the_exact_ranks() -> None:
     assert abs(_lower_rank(5001) - _lower_rank(5000)) <= 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(1e-7, 1e-2), min_size=6, max_size=200))
 def test_the_interval_holds_the_median_and_lies_within_the_samples(values: list[float]) -> None:
     samples = np.array(values)
@@ -171,6 +172,7 @@ def test_modes_less_than_five_percent_apart_are_not_worth_a_remark() -> None:
     assert modes(levels[:20]) is None
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(1e-7, 1e-2), min_size=1, max_size=120))
 def test_any_positive_series_can_be_asked_for_its_modes_and_its_drift(values: list[float]) -> None:
     samples = np.array(values)

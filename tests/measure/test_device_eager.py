@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
+import mmap
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
-from commbench.errors import BackendUnavailable
+from commbench.errors import BackendUnavailable, PeerLost
 from commbench.measure.device import FLAG_BYTES, CudaDevice, DeviceError, FlagBarrier, Held
 from commbench.measure.eager_gpu import LARGEST_WARMUP, WARMUP_BLOCK, event_facts, iterations_per_hold, take, warm_up
 from tests.measure.scripted_device import ScriptedDevice, ScriptedRanks
@@ -326,3 +329,149 @@ def test_a_machine_without_a_driver_is_told_so() -> None:
         CudaDevice("cuda:0", 0, 1, 4096)
     with pytest.raises(ValueError, match="0x1001"):
         CudaDevice("cuda:0", 0, 1, 4097)
+
+
+class FakeCuda:
+    """As much of torch.cuda as CudaDevice touches, on host memory: every piece of work goes into ``log``."""
+
+    def __init__(self, log: list[tuple[object, ...]]) -> None:
+        self.log, self.capturing, self.finished = log, False, True
+        fake = self
+
+        class Stream:
+            cuda_stream = 77
+
+        self.stream = Stream()
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                self.timing = enable_timing
+
+            def record(self, stream: object) -> None:
+                fake.log.append(("record", self.timing))
+
+            def query(self) -> bool:
+                return fake.finished
+
+            def elapsed_time(self, end: object) -> float:
+                return 0.25  # milliseconds
+
+        self.Event = Event
+        self.CUDAGraph = lambda: "a graph"
+
+    def current_stream(self, device: object) -> object:
+        return self.stream
+
+    def default_stream(self, device: object) -> object:
+        return self.stream
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing
+
+    @contextmanager
+    def graph(self, graph: object, stream: object, capture_error_mode: str) -> Iterator[None]:
+        assert stream is None  # the default stream cannot be captured
+        self.capturing = True
+        try:
+            yield
+        finally:
+            self.capturing = False
+
+
+class FakeDriver:
+    def __init__(self, log: list[tuple[object, ...]]) -> None:
+        self.log = log
+
+    def map(self, host: int, size: int) -> int:
+        self.log.append(("map", size))
+        return host
+
+    def unmap(self, host: int) -> None:
+        self.log.append(("unmap",))
+
+    def write(self, stream: int, word: int, value: int) -> None:
+        self.log.append(("write", stream, word, value))
+
+    def wait(self, stream: int, word: int, value: int, equal: bool) -> None:
+        self.log.append(("wait", stream, word, value, equal))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CudaDevice, FakeCuda, int]]:
+    """Rank 1 of 2, over a driver and a torch.cuda that only write down what they are told; and where its flags are."""
+    import torch
+
+    from commbench.measure import device as module
+
+    log: list[tuple[object, ...]] = []
+    fake = FakeCuda(log)
+    page = mmap.mmap(-1, 4096)
+    place = ctypes.c_char.from_buffer(page)
+    monkeypatch.setattr(module, "_Driver", lambda: FakeDriver(log))
+    monkeypatch.setattr(torch, "cuda", fake)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    address = ctypes.addressof(place)
+    yield CudaDevice("cuda:0", 1, 2, address, limit_s=0.05), fake, address
+    del place
+    page.close()
+
+
+def test_over_torch_a_hold_is_a_wait_for_a_word_that_release_writes(cuda: tuple[CudaDevice, FakeCuda, int]) -> None:
+    device, fake, _ = cuda
+    assert fake.log.pop() == ("map", 2 * FLAG_BYTES)
+    for turn in (1, 2):
+        with Held(device):
+            kind, stream, word, value, equal = fake.log.pop()
+            assert (kind, stream, value, equal) == ("wait", 77, turn, False)
+            assert ctypes.c_int32.from_address(int(str(word))).value == turn - 1
+        assert ctypes.c_int32.from_address(int(str(word))).value == turn
+    assert fake.log == []
+
+
+def test_over_torch_barriers_in_graphs_and_outside_use_words_of_their_own(
+    cuda: tuple[CudaDevice, FakeCuda, int],
+) -> None:
+    device, fake, base = cuda
+    fake.log.clear()
+    mine, other = base + FLAG_BYTES, base
+    device.barrier()
+    assert fake.log == [("write", 77, mine, 1), ("wait", 77, other, 1, False)]
+    fake.log.clear()
+    assert device.capture(lambda: [device.barrier() for _ in range(2)]) == "a graph"  # type: ignore[arg-type,return-value]
+    assert [entry[:2] for entry in fake.log] == [("write", 77), ("wait", 77)] * 4
+    assert [entry[2] for entry in fake.log] == [mine + 4, other + 4, mine + 8, other + 8] * 2
+    assert [entry[3] for entry in fake.log] == [1] * 4 + [2] * 4
+    with pytest.raises(ValueError, match="one barrier"):
+        device.capture(device.barrier)
+
+
+def test_over_torch_events_tell_seconds_and_a_stream_that_never_ends_is_given_up(
+    cuda: tuple[CudaDevice, FakeCuda, int],
+) -> None:
+    device, fake, _ = cuda
+    fake.log.clear()
+    start, end = device.event(), device.event()
+    device.record(start)
+    assert fake.log == [("record", True)]
+    assert device.elapsed_s(start, end) == pytest.approx(0.25e-3)
+    device.synchronize()
+    fake.finished = False
+    with pytest.raises(PeerLost, match=r"within 0\.05 s"):
+        device.synchronize()
+
+
+def test_over_torch_flags_start_from_zero_again_after_a_failure(cuda: tuple[CudaDevice, FakeCuda, int]) -> None:
+    device, fake, base = cuda
+    for _ in range(3):
+        device.barrier()
+    fake.log.clear()
+    device.abandon()
+    assert fake.log == [("write", 77, base + FLAG_BYTES, 3 + (1 << 20))]
+    ctypes.memset(base, 7, 2 * FLAG_BYTES)
+    met: list[int] = []
+    device.rejoin(lambda: met.append(ctypes.c_int32.from_address(base + FLAG_BYTES).value))
+    assert len(met) == 3
+    assert met[1] == 0
+    assert ctypes.c_int32.from_address(base).value != 0  # the other rank's flags are its own to clear
+    device.close()
+    assert fake.log[-1] == ("unmap",)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commbench.measure.buffers import Buffers
@@ -32,6 +32,7 @@ def test_the_slope_is_one_calls_time_without_launch_and_event_cost() -> None:
     assert (slope.kind, slope.calls) == ("chained", (8, 32))
 
 
+@settings(deadline=None)
 @given(latency=st.integers(1, 10**6), launch=st.integers(0, 10**6), short=st.integers(2, 20), more=st.integers(1, 50))
 def test_any_latency_is_found_whatever_a_launch_costs(latency: int, launch: int, short: int, more: int) -> None:
     device = ScriptedDevice(launch_ns=launch)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commbench.measure.clock import now_ns
@@ -53,6 +53,7 @@ def exchanges(
 DELAYS = st.lists(st.tuples(st.integers(1, 10**6), st.integers(1, 10**6)), min_size=1, max_size=30)
 
 
+@settings(deadline=None)
 @given(offset=st.integers(-(10**17), 10**17), delays=DELAYS)
 def test_the_true_offset_lies_within_the_bounds_however_lopsided_the_delays(
     offset: int, delays: list[tuple[int, int]]
@@ -107,6 +108,7 @@ def windows(offset: int, drift: float, delays: list[list[tuple[int, int]]], gap:
     ]
 
 
+@settings(deadline=None)
 @given(
     offset=st.integers(-(10**14), 10**14),
     drift=st.floats(-1e-4, 1e-4),
@@ -154,6 +156,7 @@ def test_a_remote_clock_that_jumps_between_windows_is_seen_in_the_residuals() ->
     assert fit_offset(times).jumped
 
 
+@settings(deadline=None)
 @given(offset=st.integers(-(10**17), 10**17), drift=st.floats(-1e-4, 1e-4))
 def test_remote_readings_are_told_in_local_time(offset: int, drift: float) -> None:
     line = fit_offset(windows(offset, drift, [[(100, 100)]] * 5))
