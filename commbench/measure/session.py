@@ -33,9 +33,8 @@ from commbench.measure.stopping import FEWEST_VISITS, Progress, StoppingRule
 from commbench.measure.team import CAPACITY, PointFailed, Team
 from commbench.native import load, why_unavailable
 from commbench.policy import Policy
-from commbench.statistics import FEWEST_FOR_INTERVAL, Array, has_drifted, is_steady, median_interval, modes, quantile
+from commbench.statistics import Array, is_steady, median_interval, quantile, remarks
 from commbench.types import AUTO, COLLECTIVES, Point
-from commbench.units import format_time
 
 VISIT_S = 0.02  # time one visit of a point aims at
 FIRST_WARMUP = 4  # iterations of the first warm-up block
@@ -104,27 +103,6 @@ def adapted_delta_ns(delta_ns: int, missed: float, ranks: int) -> int:
     if missed < 0.01:
         return max(delta_ns // 2, smallest_delta_ns(ranks))
     return delta_ns
-
-
-def shape_notes(latencies: Array) -> list[str]:
-    """What one median would hide about a series: two modes, or a drift while it was taken."""
-    notes = []
-    n = len(latencies)
-    if n < FEWEST_FOR_INTERVAL:
-        notes.append(f"only {n} valid samples: the median has no interval")
-    elif latencies.min() == latencies.max():
-        notes.append(f"all {n} samples are equal: the timer is coarser than the differences between calls")
-    two = modes(latencies)
-    if two is not None:
-        notes.append(
-            f"two modes: {1 - two.share_high:.0%} of the samples around {format_time(two.low)}, "
-            f"{two.share_high:.0%} around {format_time(two.high)}"
-        )
-    elif has_drifted(latencies):
-        third = n // 3
-        first, last = float(np.median(latencies[:third])), float(np.median(latencies[-third:]))
-        notes.append(f"the latency drifted from {format_time(first)} to {format_time(last)} while it was measured")
-    return notes
 
 
 def batch_for(uncertainty_s: float, typical_s: float) -> int:
@@ -552,7 +530,7 @@ class Meter:
         if not self.clocks.ok:
             reasons.append(self.clocks.verdict())
         if status == "ok" and self._team.rank == 0:
-            reasons += shape_notes(s.all_latencies())
+            reasons += remarks(s.all_latencies())
         noises = [noise_module.from_dict(rank["noise"]) for rank in ranks if rank["noise"] is not None]
         values: Row = {
             "order": s.order,

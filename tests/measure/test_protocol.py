@@ -14,7 +14,6 @@ from commbench.measure.session import (
     adapted_delta_ns,
     aggregate,
     batch_for,
-    shape_notes,
     smallest_delta_ns,
 )
 from commbench.measure.stopping import FEWEST_VISITS, StoppingRule
@@ -186,31 +185,3 @@ def test_a_batch_is_as_long_as_the_timers_uncertainty_asks_for() -> None:
     assert batch_for(uncertainty_s=100e-9, typical_s=1e-6) == 2
     assert batch_for(uncertainty_s=100e-9, typical_s=100e-9) == 20
     assert batch_for(uncertainty_s=1e-3, typical_s=1e-9) == 0  # no batch is long enough: the point is refused
-
-
-RNG = np.random.default_rng(11)
-
-
-def test_a_series_with_two_modes_says_so() -> None:
-    series = np.where(RNG.random(600) < 0.4, 2e-6, 1e-6) * RNG.normal(1, 0.01, 600)
-    (note,) = shape_notes(series)
-    assert note.startswith("two modes: ")
-    assert "around 1.00 µs" in note
-    assert "around 2.00 µs" in note
-
-
-def test_a_slow_drift_is_told_with_both_ends() -> None:
-    series = np.linspace(1e-6, 2e-6, 600) * RNG.normal(1, 0.01, 600)
-    (note,) = shape_notes(series)
-    assert note.startswith("the latency drifted from 1.1")
-
-
-def test_one_sample_and_equal_samples_are_said_plainly() -> None:
-    assert shape_notes(np.array([1e-6])) == ["only 1 valid samples: the median has no interval"]
-    assert shape_notes(np.full(50, 1e-6)) == [
-        "all 50 samples are equal: the timer is coarser than the differences between calls"
-    ]
-
-
-def test_an_ordinary_series_needs_no_note() -> None:
-    assert shape_notes(1e-6 * RNG.lognormal(0, 0.05, 600)) == []
