@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import importlib.util
 import math
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,7 +106,9 @@ class MpiBackend(Backend):
             return Availability(False, f"the mpi backend is for CPU tensors, this is {device}", "use --device cpu")
         if importlib.util.find_spec("mpi4py") is None:
             return Availability(False, "mpi4py is not installed", _INSTALL)
-        if find_job() is None:
+        job = find_job()
+        # a torchrun inside an MPI job inherits the job's variables, but its ranks are not the job's
+        if job is None or os.environ.get("WORLD_SIZE", str(job.size)) != str(job.size):
             return Availability(False, "this process was not started by an MPI launcher", _LAUNCH)
         try:
             mpi = _mpi()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,11 @@ def launch_order(pairs: int, seed: int) -> list[tuple[int, str]]:
     return order
 
 
+def started_by(program: Program, spec: SweepSpec) -> Program:
+    """The program under the launcher that the spec names."""
+    return replace(program, launcher=spec.launcher, mpirun_options=spec.mpirun_options)
+
+
 def run_stage(
     directory: Path,
     sides: Mapping[str, AbSide],
@@ -145,7 +150,7 @@ def run_stage(
     outcome = "failed"
     try:
         for pair, name in launch_order(pairs, settings.seed):
-            run_launch(folders[name], pair, spec.ranks, on_event, sides[name].program)
+            run_launch(folders[name], pair, spec.ranks, on_event, started_by(sides[name].program, spec))
         outcome = "complete"
     except KeyboardInterrupt:
         outcome = "interrupted"

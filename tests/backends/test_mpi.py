@@ -52,6 +52,16 @@ def test_outside_of_an_mpi_job_it_names_the_flag(monkeypatch: pytest.MonkeyPatch
     assert found.remedy == "start the ranks with --launcher mpirun"
 
 
+@pytest.mark.skipif(not HAS_MPI4PY, reason="needs mpi4py (pip install 'commbench[mpi]')")
+def test_ranks_that_torchrun_started_inside_an_mpi_job_are_not_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = MpiBackend.availability("cpu")
+    assert not found.ok
+    assert found.remedy == "start the ranks with --launcher mpirun"
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn"])
 def test_floats_that_mpi_does_not_have_are_moved_but_not_reduced(dtype: str) -> None:
     assert declined(CallSignature("all_reduce", "sum", dtype, 1024, 512)) == f"MPI has no {dtype} to reduce"

@@ -108,7 +108,9 @@ def osu(library: Library, program: Path, prefix: list[str]) -> Callable[[list[in
         for _ in range(3):  # each takes all powers of two in between
             options = ["-m", f"{min(sizes)}:{max(sizes)}", "-T", "mpi_float", "-x", "200", "-i", "1000", "-z", "50"]
             text = run(library.mpirun([str(program), *options]), library.env, prefix)
-            for size, average, median in re.findall(r"^(\d+)\s+([\d.]+)\s+([\d.]+)\s*$", text, re.MULTILINE):
+            for size, average, median in re.findall(
+                r"^(\d+)\s+([\d.]+)\s+([\d.]+)(?:\s+[\d.]+)*\s*$", text, re.MULTILINE
+            ):
                 if int(size) in sizes:
                     found.setdefault(("osu avg", int(size)), []).append(float(average))
                     found.setdefault(("osu p50", int(size)), []).append(float(median))
@@ -177,6 +179,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="8,1024,65536")
     parser.add_argument("--prefix", default="", help="put before every command, for all contenders alike")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--headline", action="store_true", help="also measure with --sync window")
     parser.add_argument("--json", type=Path, help="also write every round's numbers there")
     options = parser.parse_args()
     sizes, prefix = [int(s) for s in options.sizes.split(",")], shlex.split(options.prefix)
@@ -192,7 +195,8 @@ def main() -> None:
         program = options.osu / f"osu_allreduce.{kind}" if options.osu else None
         if program is not None and program.exists():
             contenders.append(Contender("osu", library, "barrier", osu(library, program.resolve(), prefix)))
-        for sync in ("none", "barrier", "window"):
+        needed = {c.sync for c in contenders if c.library is library} | ({"window"} if options.headline else set())
+        for sync in sorted(needed):
             contenders.append(Contender(f"ours {sync}", library, sync, ours(library, sync, prefix)))
     shuffler = random.Random(options.seed)
     for _ in range(options.rounds):
@@ -216,17 +220,22 @@ def main() -> None:
         if theirs.name.startswith("ours"):
             continue
         mine = next(c for c in contenders if c.library is theirs.library and c.name == f"ours {theirs.sync}")
-        for key in theirs.results[0]:
-            if not all(key in numbers for numbers in mine.results):
+        for key in sorted({key for numbers in theirs.results for key in numbers}):
+            both = [
+                (x[key], y[key]) for x, y in zip(theirs.results, mine.results, strict=True) if key in x and key in y
+            ]
+            if not both:
                 print(f"| {NAMES[theirs.library.kind]} | {key[0]} | {key[1]} | – | – | our calls were batched | | |")
                 continue
-            a, b = [n[key] for n in theirs.results], [n[key] for n in mine.results]
-            ratio, low, high = interval([y / x for x, y in zip(a, b, strict=True)])
+            a, b = [x for x, _ in both], [y for _, y in both]
+            ratio, low, high = interval([y / x for x, y in both])
             print(
                 f"| {NAMES[theirs.library.kind]} | {key[0]} | {key[1]} | {statistics.median(a):.3g} ± {spread(a)} "
                 f"| {statistics.median(b):.3g} ± {spread(b)} | {ratio:.2f} | {low:.2f}–{high:.2f} "
                 f"| {min(b) / min(a):.2f} |"
             )
+    if not options.headline:
+        return
     print("\nOur headline (window, t_last, median) beside the pipelined and the barrier definition, µs\n")
     print("| library | bytes | window | barrier, mean | none, mean |")
     print("|---" * 5 + "|")
@@ -236,8 +245,8 @@ def main() -> None:
         for size in sizes:
             cells = []
             for sync, what in (("window", "our median"), ("barrier", "osu avg"), ("none", "imb -sync off")):
-                other = next(o for o in contenders if o.library is c.library and o.name == f"ours {sync}")
-                values = [n[what, size] for n in other.results if (what, size) in n]
+                others = [o for o in contenders if o.library is c.library and o.name == f"ours {sync}"]
+                values = [n[what, size] for o in others for n in o.results if (what, size) in n]
                 cells.append(f"{statistics.median(values):.3g}" if values else "–")
             print(f"| {NAMES[c.library.kind]} | {size} | {' | '.join(cells)} |")
 

@@ -161,7 +161,8 @@ def main() -> None:
     print(f"A/A, {nights} nights of {len(points)} series, 10 launches a side: share of red (inconclusive) nights")
     worlds = {
         "cv 2 %": World(0.02), "cv 5 %": World(0.05), "cv 10 %": World(0.10),
-        "cv 10 %, points independent": World(0.10, shared=0.0), "cv 2 %, 5 % of launches +20 %": World(0.02, heavy=0.05),
+        "cv 10 %, points independent": World(0.10, shared=0.0),
+        "cv 2 %, 5 % of launches +20 %": World(0.02, heavy=0.05),
     }  # fmt: skip
     for name, world in worlds.items():
         shares = {f: red_share(nights_of(f, nights, world, none, 10, points, 1)) for f in ("ab", "stored", "history")}
