@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
+from commbench.analysis.changepoints import change_points
 from commbench.analysis.compare import Aligned, Comparison, Nights, align, compare_aligned, compare_with_nights
 from commbench.analysis.gate import FEWEST_PAIRS, Judgement, Rule, Status, judge, screen
 from commbench.store.latencies import COLUMNS
@@ -151,6 +152,22 @@ def power(form: str, count: int, world: World, excess_cv: float, launches: int, 
     return hit / count, wrong / count
 
 
+def change_point_figures(series_count: int = 4000, tries: int = 200) -> tuple[int, dict[int, float]]:
+    """(quiet series of 90 nights with a false change point, shift in standard deviations → median nights to find it)."""
+    rng = np.random.default_rng(0)
+    false = sum(bool(change_points(rng.normal(0, 0.05, 90))) for _ in range(series_count))
+    found = {}
+    for shift in (2, 3):
+        needed = []
+        for _ in range(tries):
+            logs = rng.normal(0, 0.05, 110)
+            logs[90:] += shift * 0.05
+            seen = (k for k in range(4, 21) if any(c.index >= 85 for c in change_points(logs[: 90 + k])))
+            needed.append(next(seen, 99))
+        found[shift] = float(np.median(needed))
+    return false, found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nights", type=int, default=200)
@@ -175,6 +192,10 @@ def main() -> None:
                 found, wrong = power(form, count, World(0.05, shared=0.0), k, 10, points, whole, 2)
                 what = "a whole family" if whole else "one point"
                 print(f"  {form:8s} {what:15s} k = {k}: {found:4.0%}, {wrong:4.0%}", flush=True)
+    false, needed = change_point_figures()
+    print(
+        f"change points: {false} false in 4000 quiet series of 90 nights; nights to find a shift, by its size: {needed}"
+    )
     print(f"{time.time() - started:.0f} s")
 
 
