@@ -24,6 +24,7 @@ from commbench.analysis.tune import (
     HeldOut,
     KernelOf,
     Rules,
+    TooLittleData,
     Tuning,
     countable,
     curves_of,
@@ -32,6 +33,7 @@ from commbench.analysis.tune import (
     result_of,
     same_name,
 )
+from commbench.errors import UsageError
 from commbench.types import AUTO, DTYPES, Point
 from commbench.units import format_size
 
@@ -143,17 +145,36 @@ def confirm(
     """
     own, _ = countable(points[points["policy"] == today], kernel_of)
     other, _ = countable(points[points["policy"] == tuned], tuned_kernel_of) if tuned != today else (own.iloc[:0], {})
-    by_cell = {c.cell: c for c in curves_of(own, today)} if len(own) else {}
+    by_cell = _fresh(own, today)
     cells = []
     for cell in tuning.cells:
         fresh = by_cell.get(cell.cell)
         if fresh is None:
-            cells.append(cell)
+            cells.append(_without_word(cell, edges(cell.cell), tuning.rules))
             continue
         final, taken_back = _borne_out(cell, fresh, edges(cell.cell), tuning.rules)
         held_out = _held_out(final, fresh, cell, other, taken_back)
         cells.append(replace(final, held_out=held_out))
     return Tuning(tuple(cells), tuning.left_out, tuning.rules)
+
+
+def _fresh(own: pd.DataFrame, today: str) -> dict[Cell, Curves]:
+    """The curves of the cells that fresh launches tell of; a machine that was too busy may leave none."""
+    try:
+        return {c.cell: c for c in curves_of(own, today)}
+    except (TooLittleData, UsageError):
+        return {}
+
+
+def _without_word(cell: CellTuning, edges: Sequence[int], rules: Rules) -> CellTuning:
+    """A cell of which fresh launches tell nothing: what changed is taken back."""
+    taken_back: tuple[str, ...] = ()
+    if cell.changed:
+        pairs = zip(cell.picks, cell.curves.today, strict=True)
+        picks = [own if own in cell.curves.backends else pick for pick, own in pairs]
+        cell = result_of(cell.curves, picks, edges, rules)
+        taken_back = ("every change: fresh launches told too little",)
+    return replace(cell, held_out=HeldOut(0, None, None, None, math.nan, taken_back))
 
 
 def _pick_at(cell: CellTuning, curves: Curves) -> list[str]:

@@ -180,14 +180,14 @@ class Regret:
 class HeldOut:
     """What launches that had no part in the choice say of it.
 
-    launches: how many. tuned, today: regrets of the two policies' picks. gain: over all sizes at which the two differ,
-    log(T_today / T_tuned) as their own calls took it; None where they never do. noise: as in CellTuning. taken_back:
-    changes that these launches did not bear out, in words; the final picks are without them. astray: sizes at which
-    the tuned policy did not take what it should, with what it took.
+    launches: how many told anything. tuned, today: regrets of the two policies' picks. gain: over all sizes at which
+    the two differ, log(T_today / T_tuned) as their own calls took it; None where they never do. noise: as in
+    CellTuning. taken_back: changes that these launches did not bear out, in words; the final picks are without them.
+    astray: sizes at which the tuned policy did not take what it should, with what it took.
     """
 
     launches: int
-    tuned: Regret
+    tuned: Regret | None
     today: Regret | None
     gain: Estimate | None
     noise: float

@@ -107,7 +107,7 @@ def _measured(tp: int, policy: str, keep: Path | None, flags: dict[str, Any], qu
     from commbench.harness.progress import watcher
     from commbench.harness.tuning import Effort, adaptive, half_octaves, kernels_of
     from commbench.interop.policy_file import to_toml
-    from commbench.interop.policy_of_run import platform_of
+    from commbench.interop.policy_of_run import incumbent_of
     from commbench.policy import load_policy
     from commbench.sweep import make_spec
     from commbench.types import Platform
@@ -138,7 +138,7 @@ def _measured(tp: int, policy: str, keep: Path | None, flags: dict[str, Any], qu
     directory = keep if keep is not None else Path("reports") / harness.new_run_id("tune")
 
     def choose(done: Sequence[Run]) -> Tuning:
-        incumbent = Incumbent(load_policy(policy), platform_of(done[0].manifest))
+        incumbent, _ = incumbent_of(done[0].manifest, policy)
         return tune(_points(done), policy, kernel_of=incumbent.kernel, edges=incumbent.edges)
 
     with TemporaryDirectory(prefix="commbench-tune-") as scratch, ExitStack() as watching:
@@ -162,7 +162,7 @@ def _measured(tp: int, policy: str, keep: Path | None, flags: dict[str, Any], qu
             argv=sys.argv,
         )  # fmt: skip
         watching.close()
-        incumbent = Incumbent(load_policy(policy), platform_of(done[0].manifest))
+        incumbent, _ = incumbent_of(done[0].manifest, policy)
         confirming = [run for run in done if run.directory.name == "confirm"]
         tuning = choose([run for run in done if run not in confirming])
         if confirming:
@@ -286,6 +286,18 @@ def document(tuning: Tuning, out: Path) -> dict[str, Any]:
                 "regret_tuned": regret(c.regret_tuned),
                 "regret_today": regret(c.regret_today),
                 "regret_held_out": regret(c.regret_held_out),
+                "held_out": None
+                if c.held_out is None
+                else {
+                    "launches": c.held_out.launches,
+                    "regret_tuned": regret(c.held_out.tuned),
+                    "regret_today": regret(c.held_out.today),
+                    "gain": None if c.held_out.gain is None else number(math.expm1(c.held_out.gain.mean)),
+                    "gain_low": None if c.held_out.gain is None else number(math.expm1(c.held_out.gain.low)),
+                    "noise": number(math.expm1(c.held_out.noise)),
+                    "taken_back": list(c.held_out.taken_back),
+                    "astray": [list(a) for a in c.held_out.astray],
+                },
                 "noise": number(math.expm1(c.noise)),
                 "provable": number(c.provable),
             }

@@ -169,6 +169,7 @@ def main(directory: Path, launch: int) -> None:
             "ready",
             rank_facts=rank_facts(),
             usable=coordinator.usable,
+            splits={name: policy.bind(coordinator.platform).splits() for name, policy in policies.items()},
             timer={
                 "resolution_s": meter.timer.resolution_s,
                 "overhead_s": meter.timer.overhead_s,

@@ -26,7 +26,15 @@ def incumbent_of(manifest: Mapping[str, Any], policy: str | None = None) -> tupl
         policy = names[0]
     elif names and policy not in names:
         raise UsageError(f"--policy {policy}: the run holds points of {', '.join(names)}")
-    return Incumbent(load_policy(policy), platform_of(manifest)), policy
+    return Incumbent(load_policy(policy), platform_of(manifest), _splits(manifest, policy)), policy
+
+
+def _splits(manifest: Mapping[str, Any], policy: str) -> dict[str, int]:
+    """The sizes at which backends changed their kernels in the run, as its first launch recorded them."""
+    for record in manifest.get("launches", ()):
+        if isinstance(record, Mapping) and isinstance(splits := record.get("splits"), Mapping):
+            return {str(name): int(size) for name, size in splits.get(policy, {}).items()}
+    return {}
 
 
 def platform_of(manifest: Mapping[str, Any]) -> Platform:

@@ -29,6 +29,7 @@ from commbench.types import CallSignature, Decision, Declined, Platform
 from commbench.units import format_size, parse_size
 
 _NO_DECLINES: Mapping[str, str] = {}
+_NO_SPLITS: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,12 +309,13 @@ class Bound:
                 found.setdefault((route.name, limit, edge.value), threshold)
         return tuple(sorted(found.values(), key=lambda t: (t.size_bytes, t.route, t.strictness)))
 
-    def kernel(self, backend: str, size_bytes: int) -> str:
+    def kernel(self, backend: str, size_bytes: int, splits: Mapping[str, int] = _NO_SPLITS) -> str:
         """The backend that, asked for by name, runs the kernel that ``backend`` runs for a tensor of that size: itself,
-        unless its route has a split that names the backends on either side."""
+        unless its route has a split that names the backends on either side. splits: sizes in place of the policy's, for
+        calls that were made when it had others."""
         for route, split, last in self._splits():
             if route.backend == backend:
-                return (split.below if size_bytes <= last else split.above) or backend
+                return (split.below if size_bytes <= splits.get(backend, last) else split.above) or backend
         return backend
 
     def splits(self) -> dict[str, int]:

@@ -134,14 +134,18 @@ def _held_out_facts(held_out: HeldOut) -> Iterator[tuple[str, str]]:
     fresh = f"{held_out.launches} fresh launches"
     if held_out.today is not None:
         yield f"{fresh}, today's policy", f"regret {regret_text(held_out.today)}"
-    yield f"{fresh}, tuned", f"regret {regret_text(held_out.tuned)}"
+    if held_out.tuned is not None:
+        yield f"{fresh}, tuned", f"regret {regret_text(held_out.tuned)}"
+    else:
+        yield "fresh launches", "told nothing that counts"
     if held_out.gain is not None:
         yield f"{fresh}, gain", f"{gain_text(held_out.gain)} where the policies differ, as their own calls took it"
     for line in held_out.taken_back:
         yield "taken back", line
     for size, kernel in held_out.astray:
         yield "astray", f"at {format_size(size)} the tuned policy took {kernel}"
-    yield f"{fresh}, noise", f"a ratio of two backends varies by {ratio(math.expm1(held_out.noise))}"
+    if math.isfinite(held_out.noise):
+        yield f"{fresh}, noise", f"a ratio of two backends varies by {ratio(math.expm1(held_out.noise))}"
 
 
 def _boundary_text(boundary: Boundary) -> str:

@@ -389,3 +389,14 @@ def test_a_run_that_was_too_disturbed_to_compare_anything_is_inconclusive() -> N
     with pytest.raises(TooLittleData, match="too busy") as raised:
         tune(frame(found))
     assert raised.value.exit_code == 3
+
+
+def test_changes_of_which_fresh_launches_tell_nothing_are_taken_back() -> None:
+    tuning = tune(frame(rows(one_shot_and_two_shot(128 * KIB), older(16 * KIB))))
+    fresh = rows(one_shot_and_two_shot(128 * KIB), older(16 * KIB), picked_by={"tuned.toml": older(128 * KIB)})
+    for row in fresh:
+        row |= {"status": "unsteady"}
+    (cell,) = confirm(tuning, frame(fresh), "commbench", "tuned.toml").cells
+    assert not cell.changed
+    assert cell.held_out is not None
+    assert cell.held_out.taken_back == ("every change: fresh launches told too little",)

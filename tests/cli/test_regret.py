@@ -74,3 +74,18 @@ def test_a_path_that_is_no_run_is_exit_2(commbench: Commbench, tmp_path: Path) -
     code, _, err = commbench("regret", str(tmp_path / "none"))
     assert code == 2
     assert "does not exist" in err
+
+
+def test_a_run_is_read_by_the_split_that_it_was_measured_with(commbench: Commbench, tmp_path: Path) -> None:
+    """The shipped threshold may have changed since: a pick of shm at 4 KiB was two-shot if the run says so."""
+    curves = one_shot_and_two_shot(64 * KIB)
+    found = rows(curves, lambda size: "shm_twoshot", sizes=[4 * KIB, 8 * KIB], cv=0.01)
+    for row in found:
+        if row["backend_requested"] == "auto":
+            row["backend_picked"] = "shm"
+    run = write_run(tmp_path / "run", found)
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["launches"] = [{"launch": 0, "splits": {"commbench": {"shm": 2 * KIB}}}]
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    _, out, _ = commbench("regret", str(run), "--json")
+    assert {p["kernel"] for p in json.loads(out)["points"]} == {"shm_twoshot"}
