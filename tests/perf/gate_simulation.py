@@ -153,7 +153,7 @@ def power(form: str, count: int, world: World, excess_cv: float, launches: int, 
 
 
 def change_point_figures(series_count: int = 4000, tries: int = 200) -> tuple[int, dict[int, float]]:
-    """(quiet series of 90 nights with a false change point, shift in standard deviations → median nights to find it)."""
+    """(quiet series of 90 nights with a false change point, shift in standard deviations → median nights to find)."""
     rng = np.random.default_rng(0)
     false = sum(bool(change_points(rng.normal(0, 0.05, 90))) for _ in range(series_count))
     found = {}
