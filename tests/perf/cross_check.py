@@ -94,7 +94,7 @@ def imb(library: Library, sync: str, prefix: list[str]) -> Callable[[list[int]],
             options = ["-msglen", lengths.name, "-iter", "1000", "-iter_policy", "off", "-sync", sync]
             text = run(library.mpirun([str(library.home / "bin/IMB-MPI1"), "Allreduce", *options]), library.env, prefix)
         found: dict[int, list[float]] = {s: [] for s in sizes}
-        for size, average in re.findall(r"^\s+(\d+)\s+\d+\s+[\d.]+\s+[\d.]+\s+([\d.]+)\s*$", text, re.MULTILINE):
+        for size, average in re.findall(r"^ +(\d+) +\d+ +[\d.]+ +[\d.]+ +([\d.]+) *$", text, re.MULTILINE):
             if int(size) in found:
                 found[int(size)].append(float(average))
         return {(f"imb -sync {sync}", s): statistics.median(v) for s, v in found.items()}
@@ -108,9 +108,7 @@ def osu(library: Library, program: Path, prefix: list[str]) -> Callable[[list[in
         for _ in range(3):  # each takes all powers of two in between
             options = ["-m", f"{min(sizes)}:{max(sizes)}", "-T", "mpi_float", "-x", "200", "-i", "1000", "-z", "50"]
             text = run(library.mpirun([str(program), *options]), library.env, prefix)
-            for size, average, median in re.findall(
-                r"^(\d+)\s+([\d.]+)\s+([\d.]+)(?:\s+[\d.]+)*\s*$", text, re.MULTILINE
-            ):
+            for size, average, median in re.findall(r"^(\d+) +([\d.]+) +([\d.]+)(?: +[\d.]+)* *$", text, re.MULTILINE):
                 if int(size) in sizes:
                     found.setdefault(("osu avg", int(size)), []).append(float(average))
                     found.setdefault(("osu p50", int(size)), []).append(float(median))
