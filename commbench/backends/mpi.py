@@ -116,7 +116,7 @@ class MpiBackend(Backend):
         except (ImportError, RuntimeError) as error:  # mpi4py raises either when libmpi is not found
             reason = f"mpi4py finds no MPI library: {str(error).splitlines()[0]}"
             return Availability(False, reason, "put the library that mpirun belongs to on LD_LIBRARY_PATH")
-        library = mpi.Get_library_version().replace("\0", "").strip().splitlines()[0].split(",")[0]
+        library = " ".join(mpi.Get_library_version().replace("\0", "").strip().splitlines()[0].split(",")[0].split())
         return Availability(True, provider=f"{library}, mpi4py {mpi4py.__version__}")
 
     def declines(self, call: CallSignature) -> str | None:
