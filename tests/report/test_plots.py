@@ -201,7 +201,8 @@ def _constant(context: Any, points: Any) -> Any:
 
 
 def test_many_panels_are_spread_over_several_figures_without_loss(build_run: Build, figures: list[Figure]) -> None:
-    made = plot(build_run(grid(COLLECTIVES, ("float32", "bfloat16"), [64, 1024])))
+    ten = list(COLLECTIVES)[:10]  # nine with dtypes, and the barrier
+    made = plot(build_run(grid(ten, ("float32", "bfloat16"), [64, 1024])))
     assert [name for name in made if name.startswith("latency")] == ["latency-1", "latency-2"]
     titles = [axes.get_title(loc="left") for figure in figures[:2] for axes in figure.axes]
     assert len(titles) == len(set(titles)) == 19
