@@ -99,8 +99,10 @@ def cases(rank: int, n: int) -> Iterator[tuple[str, str, Call]]:
             yield "broadcast", f"{name} src {src}", lambda g, x=x, src=src: g.broadcast(x.clone(), src)
         if not x.is_contiguous():
             continue  # SGLang raises on the sender alone, and the receiver would wait
-        yield "broadcast_tensor_dict", name, (
-            lambda g, x=x: sorted_items(g.broadcast_tensor_dict({"x": x, "n": rank} if rank == 1 else None, 1))
+        yield (
+            "broadcast_tensor_dict",
+            name,
+            (lambda g, x=x: sorted_items(g.broadcast_tensor_dict({"x": x, "n": rank} if rank == 1 else None, 1))),
         )
         for asynchronous in (False, True):
 
@@ -128,11 +130,15 @@ def cases(rank: int, n: int) -> Iterator[tuple[str, str, Call]]:
         ("tensor", torch.arange(3)), ("empty", b""),
     ):  # fmt: skip
         for src in (0, n - 1):
-            yield "broadcast_object", f"{name} src {src}", (
-                lambda g, v=value, src=src: g.broadcast_object(v if rank == src else None, src)
+            yield (
+                "broadcast_object",
+                f"{name} src {src}",
+                (lambda g, v=value, src=src: g.broadcast_object(v if rank == src else None, src)),
             )
-            yield "broadcast_object_list", f"{name} src {src}", (
-                lambda g, v=value, src=src: g.broadcast_object_list([v, rank] if rank == src else [None, None], src)
+            yield (
+                "broadcast_object_list",
+                f"{name} src {src}",
+                (lambda g, v=value, src=src: g.broadcast_object_list([v, rank] if rank == src else [None, None], src)),
             )
         yield "all_gather_object", name, lambda g, v=value: g.all_gather_object((rank, v))
         for asynchronous in (False, True):
