@@ -143,7 +143,7 @@ def execute(
     manifest: dict[str, Any] = {
         "run_id": out.name,
         "commbench": __version__,
-        "argv": list(argv) or sys.argv,
+        "argv": ["commbench", *(list(argv) or sys.argv)[1:]],
         "started_s": time.time(),
         "outcome": "running",
         "spec": spec.model_dump(),
