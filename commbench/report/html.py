@@ -193,7 +193,7 @@ def _numbers(values: list[Any]) -> str:
 
 
 def _glance(points: pd.DataFrame, names: Sequence[str]) -> list[dict[str, str]]:
-    """Per run, collective and dtype: the shortest latency, the highest bandwidth, what auto took."""
+    """Per run, collective and dtype: the latency of the smallest message, the highest bandwidth, what auto took."""
     found = []
     for panel in panels(points) if not points.empty else []:
         rows = [r for r in records(panel.points) if r["status"] in DRAWN and r["latency_median_s"] is not None]
