@@ -19,11 +19,6 @@ def shared_memory_folder() -> Path:
     return next((folder for folder in places if os.access(folder, os.W_OK)), places[-1])
 
 
-def prove_one_host(cpu_group: Any) -> bool:
-    """Whether every rank can read what rank 0 has written into its shared memory. Collective; the same on all ranks."""
-    return all(in_the_same_node_as(cpu_group))
-
-
 def in_the_same_node_as(process_group: Any, source_rank: int = 0) -> list[bool]:
     """For each rank of the group, whether it shares memory with rank source_rank of the group. Collective.
 

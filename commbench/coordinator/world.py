@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from commbench.backends.base import Group
-from commbench.coordinator.hosts import prove_one_host
+from commbench.backends.shm import prove_one_host
 from commbench.errors import UsageError
 from commbench.types import Platform
 

@@ -61,10 +61,7 @@ def create(directory: Path, manifest: Mapping[str, Any], plan: Plan) -> Path:
     Raises StoreError when the path is a file, a folder with something in it, or cannot be written.
     """
     try:
-        if directory.exists() and not directory.is_dir():
-            raise StoreError(f"--out {directory} is a file; name a new or empty folder")
-        if directory.is_dir() and any(directory.iterdir()):
-            raise StoreError(f"--out {directory} is not empty; name a new or empty folder")
+        check_writable(directory)
         directory.mkdir(parents=True, exist_ok=True)
         for name in (schema.SAMPLES_DIR, schema.LOGS_DIR):
             (directory / name).mkdir()
