@@ -18,7 +18,8 @@ from typing import Any
 
 from commbench import __version__
 from commbench.errors import UsageError
-from commbench.harness.launch import Event, Program, environment_of, run_launch
+from commbench.harness.launch import Event, run_launch
+from commbench.harness.launchers import Program, environment_of
 from commbench.measure.settings import Settings
 from commbench.store.run import Plan, Run, check_writable, create, finish, open_run, update_manifest
 from commbench.sweep import SweepSpec

@@ -16,7 +16,8 @@ import psutil
 from commbench import __version__
 from commbench.errors import LaunchError, SpecError
 from commbench.harness.fingerprint import fingerprint
-from commbench.harness.launch import Event, Program, launch_command, run_launch
+from commbench.harness.launch import Event, run_launch
+from commbench.harness.launchers import Program, launch_command
 from commbench.harness.mpirun import find_mpirun
 from commbench.measure.settings import Settings
 from commbench.policy import load_policy

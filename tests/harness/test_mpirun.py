@@ -15,7 +15,7 @@ import pytest
 from commbench.backends.mpi_job import MpiJob, find_job
 from commbench.errors import SpecError
 from commbench.harness import mpirun
-from commbench.harness.launch import Program, environment_of, launch_command
+from commbench.harness.launchers import Program, environment_of, launch_command
 from commbench.harness.mpirun import Mpirun, cause, identify, options_of, rendezvous
 from commbench.harness.run import prepare
 from commbench.sweep import make_spec
