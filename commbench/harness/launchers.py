@@ -17,13 +17,14 @@ from commbench.harness import mpirun as mpi
 class Program:
     """What the ranks run: a Python, variables on top of the user's environment (None takes one away), and whether that
     Python has a commbench of its own to use in place of this one. launcher: what starts them, torchrun or mpirun;
-    mpirun_options: what the user gives mpirun."""
+    mpirun_options: what the user gives mpirun. module: what each rank runs."""
 
     python: str = sys.executable
     variables: Mapping[str, str | None] = field(default_factory=dict)
     own_commbench: bool = False
     launcher: str = "torchrun"
     mpirun_options: str = ""
+    module: str = "commbench.harness.rank"
 
 
 def launch_command(directory: Path, launch: int, ranks: int, program: Program | None = None) -> list[str]:
@@ -35,7 +36,7 @@ def launch_command(directory: Path, launch: int, ranks: int, program: Program | 
     if program.launcher == "mpirun":
         found = mpi.find_mpirun()
         options = mpi.options_of(found, ranks, _cores(), program.mpirun_options)
-        return [found.path, *options, program.python, "-m", "commbench.harness.rank", str(directory), str(launch)]
+        return [found.path, *options, program.python, "-m", program.module, str(directory), str(launch)]
     return [
         program.python,
         "-m",
@@ -46,7 +47,7 @@ def launch_command(directory: Path, launch: int, ranks: int, program: Program | 
         "--rdzv-endpoint=localhost:0",
         "--local-addr=localhost",
         "--module",
-        "commbench.harness.rank",
+        program.module,
         str(directory),
         str(launch),
     ]

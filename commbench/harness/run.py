@@ -125,6 +125,32 @@ def dry_run(expansion: Expansion, spec: SweepSpec, out: Path) -> dict[str, Any]:
     }
 
 
+def new_manifest(
+    spec: SweepSpec, expansion: Expansion, settings: Settings, out: Path, argv: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What the manifest of a run in ``out`` says when it begins."""
+    return {
+        "run_id": out.name,
+        "commbench": __version__,
+        "argv": ["commbench", *(list(argv) or sys.argv)[1:]],
+        "started_s": time.time(),
+        "outcome": "running",
+        "spec": spec.model_dump(),
+        "settings": settings.to_dict(),
+        "points_planned": len(expansion.points) * spec.launches,
+        "skipped_combinations": dict(expansion.skipped),
+        "fingerprint": fingerprint(settings.device),
+        "launches": [],
+    }
+
+
+def close_run(out: Path, outcome: str) -> None:
+    """Write what a run that ends leaves: Parquet, its outcome, and how many points ended in which way."""
+    finish(out)
+    statuses = Counter(str(row["status"]) for row in open_run(out).rows())
+    update_manifest(out, outcome=outcome, ended_s=time.time(), statuses=dict(statuses))
+
+
 def execute(
     spec: SweepSpec,
     expansion: Expansion,
@@ -141,19 +167,7 @@ def execute(
     """
     check_writable(out)
     plan = Plan(expansion.points, settings.to_dict())
-    manifest: dict[str, Any] = {
-        "run_id": out.name,
-        "commbench": __version__,
-        "argv": ["commbench", *(list(argv) or sys.argv)[1:]],
-        "started_s": time.time(),
-        "outcome": "running",
-        "spec": spec.model_dump(),
-        "settings": settings.to_dict(),
-        "points_planned": len(expansion.points) * spec.launches,
-        "skipped_combinations": dict(expansion.skipped),
-        "fingerprint": fingerprint(settings.device),
-        "launches": [],
-    }
+    manifest = new_manifest(spec, expansion, settings, out, argv)
     create(out, manifest, plan)
     outcome = "failed"
     try:
@@ -167,8 +181,5 @@ def execute(
         update_manifest(out, error=str(error))
         raise
     finally:
-        finish(out)
-        run = open_run(out)
-        statuses = Counter(str(row["status"]) for row in run.rows())
-        update_manifest(out, outcome=outcome, ended_s=time.time(), statuses=dict(statuses))
+        close_run(out, outcome)
     return open_run(out)
