@@ -141,42 +141,47 @@ def main(directory: Path, launch: int) -> None:
     coordinator = GroupCoordinator(
         group, first, local_platform(device), backends=backends, hints=_hints(plan.points, "world")
     )
-    places = _places(coordinator, plan.points, settings)
+    places = _places(coordinator, plan.points, settings, timeout)
     objects = Objects(group.cpu_group)
     # a launcher may pin each rank to a core of its own: what counts is what they have together
     cores = len({core for rank_cores in objects.all_gather(_own_cores()) for core in rank_cores})
-    team = Team.form(rank, size, objects, oversubscribed=size > cores)
+    team = PageTeam.form(rank, size, objects, oversubscribed=size > cores)
 
-    done = {row["point_id"] for row in open_run(directory).rows() if row["launch"] == launch}
-    points = [(order, p) for order, p in shuffled(plan.points, settings.seed, launch) if p.point_id not in done]
-    if rank == 0:
-        samples, log, teller = SampleLog(directory, launch), PointLog(directory), Teller(directory, launch)
+    # rank 0 knows what has no result yet: the others may not see the run directory
+    ordered = shuffled(plan.points, settings.seed, launch)
+    left = set(objects.all_gather(_left(directory, launch, ordered) if rank == 0 else None)[0])
+    points = [(order, p) for order, p in ordered if order in left]
+    recorder = Recorder(directory, launch) if rank == 0 else None
+    stage(CALIBRATING)
     team.barrier()
     meter = Meter(
         coordinator,
         team,
         settings,
         cache_bytes=last_level_cache_bytes(),
-        keep=samples.append if rank == 0 else None,
-        tell=(lambda label, order: teller.tell("visit", label=label, order=order)) if rank == 0 else None,
+        keep=None if recorder is None else recorder.keep,
+        tell=None if recorder is None else lambda label, order: recorder.tell("visit", label=label, order=order),
         policies=policies,
         places=places,
+        observers=[] if heartbeat is None else [heartbeat],
     )
-    skew_p50_s, skew_p99_s, missed = meter.start_skew_s()
-    known_answers = meter.known_answers()
-    if rank == 0:
-        teller.tell(
+    if heartbeat is not None:
+        meter.host.write_times_to(Block(CAPACITY, heartbeat.room))
+    skew_p50_s, skew_p99_s, missed = meter.host.start_skew_s()
+    known_answers = meter.host.known_answers()
+    if recorder is not None:
+        recorder.tell(
             "ready",
             rank_facts=rank_facts(),
             usable=coordinator.usable,
             splits={name: policy.bind(coordinator.platform).splits() for name, policy in policies.items()},
             timer={
-                "resolution_s": meter.timer.resolution_s,
-                "overhead_s": meter.timer.overhead_s,
-                "spread_s": meter.timer.spread_s,
+                "resolution_s": meter.host.timer.resolution_s,
+                "overhead_s": meter.host.timer.overhead_s,
+                "spread_s": meter.host.timer.spread_s,
             },
             start={
-                "sync": meter.sync,
+                "sync": meter.host.sync,
                 "skew_p50_s": skew_p50_s,
                 "skew_p99_s": skew_p99_s,
                 "missed_windows": missed,

@@ -7,15 +7,15 @@ import gc
 import numpy as np
 import pytest
 
-from commbench.measure.clock import resolution_s, timer_facts
-from commbench.measure.loop import Block, no_collection, nothing, run_block
-from commbench.measure.session import (
+from commbench.measure.aggregate import (
     LARGEST_DELTA_NS,
     adapted_delta_ns,
     aggregate,
     batch_for,
     smallest_delta_ns,
 )
+from commbench.measure.clock import resolution_s, timer_facts
+from commbench.measure.loop import Block, no_collection, nothing, run_block
 from commbench.measure.stopping import FEWEST_VISITS, StoppingRule
 
 

@@ -1,0 +1,217 @@
+"""Timing on the host: blocks of samples between a start gate and a clock, their warm-up, and the facts of the timer."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commbench.measure.aggregate import (
+    LARGEST_BATCH,
+    TIMER_SHARE,
+    Samples,
+    adapted_delta_ns,
+    aggregate,
+    batch_for,
+    smallest_delta_ns,
+)
+from commbench.measure.clock import TimerFacts, resolution_s, timer_facts
+from commbench.measure.gate import DelayedGate, NativeGate, WindowGate, make_gate
+from commbench.measure.loop import Block, nothing, run_block, run_native_block
+from commbench.measure.observer import BlockSeen, Observer
+from commbench.measure.point_state import PointState
+from commbench.measure.settings import Settings
+from commbench.measure.team import CAPACITY, Team
+from commbench.native import load, why_unavailable
+from commbench.statistics import Array, is_steady, quantile
+from commbench.types import COLLECTIVES
+
+VISIT_S = 0.02  # time one visit of a point aims at
+FIRST_WARMUP = 4  # iterations of the first warm-up block
+WARMUP_SHARE = 0.4  # of max_time_per_point, at most, goes into the first warm-up
+KNOWN_DURATIONS = ((1e-6, 400), (10e-6, 200), (1e-3, 10))  # seconds, samples
+
+Keep = Callable[..., None]
+
+
+class HostTiming:
+    """Times calls with the host's clock, on all ranks in step.
+
+    sync: how iterations start here; ``window`` needs a core for each rank and one clock for all (``windows``).
+    ``keep(point_id, first, starts, ends, valid)`` takes the raw samples on rank 0.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        settings: Settings,
+        *,
+        windows: bool,
+        keep: Keep | None,
+        observer: Observer,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._team = team
+        self._settings = settings
+        self._keep = keep
+        self._observer = observer
+        self._clock_s = clock_s
+        self.sync = "barrier" if settings.sync == "window" and not windows else settings.sync
+        self._gate = make_gate(self.sync, team)
+        self._window = self._gate if isinstance(self._gate, WindowGate | NativeGate) else None
+        if settings.skew_rank == team.rank and settings.skew_s:
+            self._gate = DelayedGate(self._gate, settings.skew_s)
+        self._block = Block(CAPACITY)
+        self.native_timer: TimerFacts | None = None
+        self.timer = self._calibrate()
+
+    def write_times_to(self, block: Block) -> None:
+        """Take samples into this block from now on: one that others may read."""
+        self._block = block
+
+    # ---- calibration ------------------------------------------------------------------------------------
+
+    def _timer_of(self, s: PointState) -> TimerFacts:
+        return self.native_timer if s.native and self.native_timer is not None else self.timer
+
+    def _empty_ns(self, n: int, batch: int, native: bool = False) -> NDArray[np.int64]:
+        """Durations of empty samples of all ranks, in nanoseconds."""
+        if native:
+            run_native_block([load().BoundCall.empty()], self._gate, n, self._block, batch)
+        else:
+            run_block([nothing], self._gate, n, self._block, batch)
+        starts, ends, late = self._team.share(self._block.starts[:n], self._block.ends[:n], self._block.late[:n])
+        self._last_starts, self._last_late = starts, late
+        return (ends - starts).reshape(-1)
+
+    def _calibrate(self) -> TimerFacts:
+        """Resolution, empty-iteration cost and its spread, over all ranks (the same facts on every rank)."""
+        resolution = float(self._team.gather_numbers(resolution_s()).max())
+        if self._settings.loop == "native":
+            self._empty_ns(200, 1, native=True)
+            self.native_timer = timer_facts(self._empty_ns(1000, 1, native=True), resolution)
+        self._empty_ns(200, 1)
+        return timer_facts(self._empty_ns(1000, 1), resolution)
+
+    def start_skew_s(self) -> tuple[float, float, float]:
+        """Of the calibration's empty iterations: p50 and p99 of the distance between first and last start, and
+        the fraction that missed its window."""
+        valid = ~self._last_late.any(0)
+        starts = self._last_starts[:, valid] if valid.any() else self._last_starts
+        skew = (starts.max(0) - starts.min(0)) * 1e-9
+        return float(np.median(skew)), quantile(skew, 0.99), float(1 - valid.mean())
+
+    def known_answers(self) -> list[dict[str, Any]]:
+        """What the loops report for calls that last 1 µs, 10 µs and 1 ms by script; [] without the native module.
+
+        Times as of a point: window, subtraction of the empty iteration, median over valid samples. Collective.
+        """
+        if why_unavailable():
+            return []
+        answers: list[dict[str, Any]] = []
+        resolution = self.timer.resolution_s
+        for native in (False, True):
+            overhead = timer_facts(self._empty_ns(500, 1, native), resolution).overhead_s
+            for scripted_s, n in KNOWN_DURATIONS:
+                call = load().BoundCall.busy_wait([round(scripted_s * 1e9)])
+                run = run_native_block if native else run_block
+                run([call], self._gate, n, self._block)
+                shared = self._team.share(self._block.starts[:n], self._block.ends[:n], self._block.late[:n])
+                samples = aggregate(*shared, synchronising=True, sync="barrier", batch=1, overhead_s=overhead)
+                valid = samples.latency[samples.valid] if samples.valid.any() else samples.latency
+                answers.append(
+                    {
+                        "loop": "native" if native else "python",
+                        "scripted_s": scripted_s,
+                        "reported_s": float(np.median(valid)),
+                        "samples": len(valid),
+                    }
+                )
+        return answers
+
+    # ---- a point ----------------------------------------------------------------------------------------
+
+    def prepare(self, s: PointState, picked: str) -> None:
+        """Bind what this way of timing calls. picked: the backend that the policy picks."""
+        s.delta_ns = smallest_delta_ns(self._team.size)
+        if self._settings.loop == "native" and COLLECTIVES[s.point.collective].dispatched:
+            s.backend = s.place.coordinator.backend(picked)
+            bound = [b.native_call(s.backend) for b in s.buffers]
+            s.native = [] if None in bound else bound
+
+    def take(self, s: PointState, n: int, keep: bool = True) -> Samples:
+        """Take n samples on all ranks and see them over all ranks."""
+        block, gate = self._block, self._gate
+        if self.sync == "window" and self._window is not None:
+            self._window.delta_ns = s.delta_ns
+        started = self._clock_s()
+        if s.native and s.backend is not None:
+            run_native_block(s.native, gate, n, block, s.batch)
+            s.backend.calls += n * s.batch
+        else:
+            run_block(s.calls, gate, n, block, s.batch)
+        s.each_s = (self._clock_s() - started) / n
+        s.calls_made += n * s.batch
+        starts, ends, late = self._team.share(block.starts[:n], block.ends[:n], block.late[:n])
+        samples = aggregate(
+            starts,
+            ends,
+            late,
+            synchronising=COLLECTIVES[s.point.collective].synchronising,
+            sync=self.sync,
+            batch=s.batch,
+            overhead_s=s.overhead_s if s.batch > 1 else self._timer_of(s).overhead_s,
+        )
+        s.delta_ns = adapted_delta_ns(s.delta_ns, float(1 - samples.valid.mean()), self._team.size)
+        self._observer.block(BlockSeen(starts, ends, late, s.batch, keep, s.iteration))
+        if keep and self._team.rank == 0:
+            if self._keep is not None:
+                self._keep(s.point.point_id, s.iteration, starts, ends, late == 0)
+            s.latencies.append(samples.latency[samples.valid])
+            s.t_win.append(samples.t_win[samples.valid])
+            s.skew.append(samples.skew[samples.valid])
+            s.n_invalid += int((~samples.valid).sum())
+        if keep:
+            s.iteration += n
+        else:
+            s.warmup_iterations += n * s.batch
+        return samples
+
+    def warm_up(self, s: PointState, time_cap: float) -> None:
+        """Until the series is steady twice running, or the time for warm-up is used up; then batch and block size."""
+        started = self._clock_s()
+        seen: list[Array] = []
+        agreed, n, iterations = 0, FIRST_WARMUP * len(s.calls), 0
+        n = min(n, CAPACITY)
+        while True:
+            samples = self.take(s, n, keep=False)
+            iterations += n
+            seen.append(samples.latency)
+            elapsed = self._clock_s() - started
+            agreed = agreed + 1 if is_steady(np.concatenate(seen)) else 0
+            done = agreed >= 2 or (elapsed >= WARMUP_SHARE * time_cap and iterations >= FIRST_WARMUP)
+            wanted = min(CAPACITY, max(2, math.ceil(iterations * 0.5)))
+            affordable = max(2, int((WARMUP_SHARE * time_cap - elapsed) / s.each_s)) if not done else 2
+            action, n, agreed = self._team.from_first(int(done), min(wanted, affordable), agreed)
+            if action:
+                break
+        s.steady = agreed >= 2
+        series = np.concatenate(seen)
+        typical = float(np.median(series[len(series) // 2 :]))
+        (batch,) = self._team.from_first(batch_for(self._timer_of(s).uncertainty_s, typical))
+        if batch == 0:
+            s.status = "refused"
+            s.reason = (
+                f"the timer leaves {self._timer_of(s).uncertainty_s * 1e9:.0f} ns uncertain, and batches of "
+                f"{LARGEST_BATCH} iterations cannot bring that under {TIMER_SHARE:.0%} of the latency"
+            )
+            return
+        if batch > 1:
+            s.batch = batch
+            durations = self._empty_ns(200, batch, native=bool(s.native))
+            s.overhead_s = timer_facts(durations, self.timer.resolution_s).overhead_s
+        (s.block_n,) = self._team.from_first(max(2, min(CAPACITY, int(VISIT_S / (s.each_s * s.batch)))))

@@ -1,0 +1,118 @@
+"""The row that comes out of a point: its status, what was counted, and the statistics of its samples."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+
+from commbench.bandwidth import algbw_gb_per_s, busbw_gb_per_s
+from commbench.measure import noise as noise_module
+from commbench.measure.point_state import PointState
+from commbench.measure.team import Team
+from commbench.statistics import is_steady, median_interval, quantile, remarks
+from commbench.types import AUTO
+
+Row = dict[str, Any]
+
+
+def row_of(s: PointState, team: Team, *, sync: str, target_ci: float, clock_problem: str = "") -> Row:
+    """``{"point", "values"}`` of a finished point, complete on rank 0. Collective.
+
+    clock_problem: why times of different ranks were not compared, "" if they were.
+    """
+    mine = {
+        "wrong": s.check.wrong_count,
+        "error": s.check.max_abs_error,
+        "counted": {name: n for name, n in s.calls_counted.items() if n},
+        "expected": s.calls_made if s.place.takes_part else 0,
+        "noise": noise_module.to_dict(noise_module.combine(s.noises)) if s.noises else None,
+    }
+    ranks = [json.loads(text) for text in team.gather_texts(json.dumps(mine))]
+    counted: dict[str, int] = {}
+    for rank in ranks:
+        for name, n in rank["counted"].items():
+            counted[name] = counted.get(name, 0) + n
+    picked = "+".join(sorted(counted))
+    wrong = sum(rank["wrong"] for rank in ranks)
+    errors = [rank["error"] for rank in ranks]
+    status, reasons = s.status, [s.reason] if s.reason else []
+    if status == "ok":
+        accounted = all(sum(rank["counted"].values()) == rank["expected"] for rank in ranks)
+        if not accounted:
+            status = "failed"
+            reasons.append(f"the backends counted {counted} calls, not {s.calls_made} on each of {len(ranks)} ranks")
+        elif wrong:
+            status = "wrong"
+            reasons.append(f"{wrong} elements are wrong, the largest error is {max(errors):.3g}")
+        elif s.point.backend != AUTO and picked != s.point.backend:
+            status = "failed"
+            reasons.append(f"{s.point.backend} was asked for by name, but {picked or 'nothing'} was taken")
+        elif team.rank == 0 and not len(s.all_latencies()):
+            status = "unsteady"
+            reasons.append(f"all {s.n_invalid} time windows were missed: something else keeps the ranks' cores busy")
+        elif team.rank == 0 and not s.steady and not is_steady(s.all_latencies()):
+            # too few or too restless warm-up iterations prove nothing: the samples themselves may
+            status = "unsteady"
+            reasons.append(f"no steady state within {s.warmup_iterations} warm-up iterations, nor among the samples")
+    if clock_problem:
+        reasons.append(clock_problem)
+    if status == "ok" and team.rank == 0:
+        reasons += remarks(s.all_latencies())
+    noises = [noise_module.from_dict(rank["noise"]) for rank in ranks if rank["noise"] is not None]
+    values: Row = {
+        "order": s.order,
+        "backend_picked": picked,
+        "provider": "" if not picked or "+" in picked else s.place.coordinator.provider(picked),
+        "decision": s.decision,
+        "sync": sync,
+        "loop": "native" if s.native else "python",
+        "timing": "batched" if s.batch > 1 else "single",
+        "oversubscribed": team.oversubscribed,
+        "shared_device": False,
+        "status": status,
+        "reason": "; ".join(reasons),
+        "n_invalid": s.n_invalid,
+        "iters_per_sample": s.batch,
+        "warmup_iterations": s.warmup_iterations,
+        "checked": s.checked,
+        "wrong_count": wrong if s.checked else None,
+        "max_abs_error": _finite(max(errors)) if s.checked else None,
+        "noise": json.dumps(noise_module.record(noises, max(1, s.calls_made))) if noises else "",
+        "elapsed_s": s.elapsed_s,
+    }
+    if team.rank == 0:
+        values.update(_times(s, sync, target_ci))
+    return {"point": s.point, "values": values}
+
+
+def _times(s: PointState, sync: str, target_ci: float) -> Row:
+    latencies = s.all_latencies()
+    if not len(latencies):
+        return {"n_samples": 0, "target_reached": False}
+    interval = median_interval(latencies)
+    synchronised = sync == "window" and s.batch == 1
+    size, kind, n = s.point.size_bytes, s.point.collective, s.point.world_size
+    return {
+        "n_samples": len(latencies),
+        "n_effective": interval.n_effective,
+        "target_reached": interval.relative_half_width <= target_ci,
+        "latency_median_s": interval.median,
+        "latency_ci_low_s": interval.low if interval.exact else None,
+        "latency_ci_high_s": interval.high if interval.exact else None,
+        "latency_p90_s": quantile(latencies, 0.90),
+        "latency_p99_s": quantile(latencies, 0.99),
+        "latency_min_s": float(latencies.min()),
+        "latency_max_s": float(latencies.max()),
+        "t_win_median_s": float(np.median(np.concatenate(s.t_win))) if synchronised else None,
+        "skew_median_s": float(np.median(np.concatenate(s.skew))) if synchronised else None,
+        "algbw_gb_per_s": algbw_gb_per_s(size, interval.median),
+        "busbw_gb_per_s": busbw_gb_per_s(kind, size, interval.median, n),
+    }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity; an error that is not finite is told by wrong_count."""
+    return value if math.isfinite(value) else None
