@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,8 @@ EXTRA_COLUMNS: dict[str, str] = {
     "launch_cv": "Float64",  # coefficient of variation between launch medians (standard deviation of their logs)
     "interval_from": "string",  # WITHIN_LAUNCH, T_ON_LOGS or ORDER_STATISTICS
 }
+
+SMALL_BYTES = 1024  # below, a call takes about as long as the timer's own noise
 
 _PER_LAUNCH = ("launch", "order")  # meaningless once launches are merged
 _MERGE: dict[str, str] = {
@@ -145,6 +147,61 @@ def merge_launches(points: pd.DataFrame) -> pd.DataFrame:
     columns = {c: k for c, k in POINT_COLUMNS.items() if c not in _PER_LAUNCH} | EXTRA_COLUMNS
     result: pd.DataFrame = merged[list(columns)].astype(columns)
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class Variation:
+    """How much the launch medians of one backend's points scatter: coefficients of variation over points."""
+
+    backend: str
+    small: bool  # messages below SMALL_BYTES
+    points: int
+    launches: int  # the most that a point has
+    median: float
+    worst: float
+
+    @property
+    def what(self) -> str:
+        return f"{self.backend} {'<' if self.small else '≥'} 1 KiB"
+
+
+def variations(frames: Sequence[pd.DataFrame]) -> list[Variation]:
+    """Launch-to-launch variation by backend taken, below and from 1 KiB.
+
+    frames: one per run, one row per point and launch; every launch of every run counts as a launch of its own. A
+    point's coefficient is the standard deviation of the logarithms of its launch medians (those that are ok). Points
+    with fewer than two launches are left out.
+    """
+    import pandas as pd
+
+    own = []
+    for number, frame in enumerate(frames):
+        rows = frame.drop_duplicates(["point_id", "launch"], keep="last")
+        rows = rows[(rows["status"] == "ok") & rows["latency_median_s"].notna()]
+        own.append(rows[["point_id", "launch", "size_bytes", "backend_picked", "latency_median_s"]].assign(run=number))
+    if not own:
+        return []
+    rows = pd.concat(own, ignore_index=True)
+    rows["log"] = np.log(rows["latency_median_s"].astype("float64"))
+    grouped = rows.groupby(["point_id", "backend_picked"], sort=False)
+    points = pd.DataFrame(
+        {"cv": grouped["log"].std(ddof=1), "launches": grouped.size(), "size": grouped["size_bytes"].first()}
+    ).reset_index()
+    points = points[points["launches"] > 1]
+    points["small"] = points["size"] < SMALL_BYTES
+    return [
+        Variation(str(backend), bool(small), len(group), int(group["launches"].max()), float(group["cv"].median()),
+                  float(group["cv"].max()))
+        for (backend, small), group in points.groupby(["backend_picked", "small"])
+    ]  # fmt: skip
+
+
+def variation_text(found: Sequence[Variation]) -> str:
+    """``over 5 launches: shm ≥ 1 KiB 3.1 % (worst 6.0 %), …``; "" where there is nothing to tell."""
+    if not found:
+        return ""
+    parts = [f"{v.what} {v.median:.1%} (worst {v.worst:.1%})" for v in found]
+    return f"over {max(v.launches for v in found)} launches: {', '.join(parts)}"
 
 
 def common_texts(texts: Iterable[str]) -> dict[str, list[int]]:

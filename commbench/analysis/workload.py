@@ -37,6 +37,7 @@ EXPERTS = frozenset(
 )  # fmt: skip
 EXCHANGES = ("all_reduce", "all_to_all")
 PHASES = ("decode", "prefill")
+UNCLEAR = ("backend_requested", "policy", "placement", "layout", "mode", "group", "cache")  # what tells points apart
 
 # (collective, dtype, size in bytes of the total array) → seconds
 LatencyOf = Callable[[str, str, int], float]
@@ -81,6 +82,21 @@ class Workload:
     tp: int
     dtype: str
     steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepChange:
+    """Time in collectives per step of a phase on both sides, in milliseconds (geometric mean over launches), and the
+    ratio of candidate over baseline with its interval; NaN ends where a side has one launch."""
+
+    phase: str
+    base_ms: float
+    cand_ms: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    base_launches: int
+    cand_launches: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +261,67 @@ def measured(points: pd.DataFrame, world_size: int, what: str) -> LatencyOf:
         return interpolated(sizes, [curve[s] for s in sizes], size_bytes, f"{collective} {dtype}")
 
     return latency
+
+
+def steps_of_sides(
+    load: Workload, base: pd.DataFrame, cand: pd.DataFrame, names: tuple[str, str], *, in_pairs: bool = False
+) -> list[StepChange]:
+    """Per phase, the milliseconds per step of both sides, and their ratio with its 95 % interval.
+
+    base, cand: one row per point and launch, with the columns of ``store.latencies``. Each launch that measured all
+    that the workload sends gives one time per step; the interval is over launches (Welch's t on logarithms; over the
+    differences of pairs where ``in_pairs``). Where several points answer for one size, the policy's own pick (``auto``)
+    and hot buffers are taken. Raises UsageError for what no launch of a side measured, and where it is still unclear
+    which point counts.
+    """
+    import numpy as np
+
+    from commbench.analysis.effects import paired, welch
+
+    sides = [_seconds_by_launch(load, frame, name) for frame, name in zip((base, cand), names, strict=True)]
+    if in_pairs:
+        both = sorted(set(sides[0]) & set(sides[1]))
+        if not both:
+            raise UsageError(f"no launch of both {names[0]} and {names[1]} measured all that the workload sends")
+        sides = [{launch: side[launch] for launch in both} for side in sides]
+    phases = [phase for phase in PHASES if any(step.phase == phase for step in load.steps)]
+    logs = [np.log([[seconds[phase] for seconds in side.values()] for phase in phases]) for side in sides]
+    effects = (paired if in_pairs else welch)(*logs)
+    low, high = effects.interval()
+    ends = np.exp(np.column_stack([effects.estimate, low, high])).tolist()
+    middles = [1e3 * np.exp(matrix.mean(axis=1)) for matrix in logs]
+    return [
+        StepChange(phase, float(middles[0][i]), float(middles[1][i]), *ends[i], len(sides[0]), len(sides[1]))
+        for i, phase in enumerate(phases)
+    ]
+
+
+def _seconds_by_launch(load: Workload, points: pd.DataFrame, what: str) -> dict[int, dict[str, float]]:
+    """Launch → phase → seconds per step, of the launches that measured all that the workload sends."""
+    own = points[(points["status"] == "ok") & (points["world_size"] == load.tp)]
+    collectives = {c.collective for step in load.steps for c in step.calls}
+    own = own[own["collective"].isin(collectives) & (own["dtype"] == load.dtype) & own["op"].isin(["", "sum"])]
+    for column, wanted in (("backend_requested", "auto"), ("cache", "hot")):
+        if wanted in set(own[column]):
+            own = own[own[column] == wanted]
+    unclear = [name for name in UNCLEAR if own[name].nunique() > 1]
+    if unclear:
+        texts = [f"{name} ({', '.join(sorted(map(str, own[name].unique())))})" for name in unclear]
+        raise UsageError(
+            f"{what} has more than one {' and '.join(texts)}; a workload needs one latency for each size: "
+            "line two of them up with --by, or measure one"
+        )
+    found, refused = {}, None
+    for launch, rows in own.groupby("launch"):
+        try:
+            found[int(launch)] = step_seconds(load, measured(rows, load.tp, what))
+        except UsageError as error:
+            refused = error
+    if not found:
+        if refused is not None:
+            raise refused
+        step_seconds(load, measured(own, load.tp, what))  # says what is missing
+    return found
 
 
 def steps_under(tuning: Tuning, load: Workload) -> list[StepTime]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,11 @@ _SPEC_FIELDS = {"policy": ("policy",), "backend": ("backends",)}
 @click.option("--by", type=click.Choice(["policy", "backend"]), help="Line up two policies or two requested backends.")
 @click.option("--values", metavar="A,B", help="With --by: the two to compare, baseline first. [default: the only two]")
 @click.option("--paired", is_flag=True, help="Launch k of BASE and launch k of CAND were made together (gate --ab).")
+@click.option(
+    "--workload",
+    type=click.Path(path_type=Path),
+    help="Also answer in milliseconds per step of the model that this TOML file describes.",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the plots and comparison.json.")
 @click.option("--all", "everything", is_flag=True, help="Print every point, not only the worst 20.")
 @click.option("--force", is_flag=True, help="Compare runs that do not belong together; the result is marked.")
@@ -36,6 +42,7 @@ def command(
     by: str | None,
     values: str | None,
     paired: bool,
+    workload: Path | None,
     out: Path | None,
     everything: bool,
     force: bool,
@@ -50,31 +57,44 @@ def command(
     \b
     commbench compare reports/before reports/after --out /tmp/before-after
     commbench compare reports/thresholds --by backend --values torch_dist,shm
+    commbench compare reports/before reports/after --workload load.toml
     """
     from rich.console import Console
 
     from commbench.analysis.compare import compare
     from commbench.cli._sides import check_sides, read_side
-    from commbench.report.compare import comparison_dict, print_comparison
+    from commbench.report.compare import comparison_dict, plain, print_comparison, print_step_changes
 
     if cand is None and by is None:
         raise click.UsageError("name a second run, or --by policy or --by backend to compare within one")
     if values is not None and by is None:
         raise click.UsageError("--values needs --by")
+    load = None
+    if workload is not None:
+        from commbench.interop.workload_file import read_workload
+
+        load = read_workload(workload)
     first = read_side(base)
     second = read_side(cand) if cand is not None else first
     may_differ = _SPEC_FIELDS[by] if by else ()
     forced, notes = check_sides(first, second, force=force, same_hardware=same_hardware, may_differ=may_differ)
     notes = [*dict.fromkeys([*first.problems, *second.problems]), *notes]
     names = (first.run.run_id, second.run.run_id)
+    frames, in_pairs = (first.latencies, second.latencies), paired
     if by is None:
-        comparison = compare(first.latencies, second.latencies, in_pairs=paired)
+        comparison = compare(*frames, in_pairs=in_pairs)
     else:
         a, b = _two(by, values, first, second)
-        frames = _by(by, a, b, first.latencies, second.latencies)
-        comparison = compare(*frames, key="series", in_pairs=paired or cand is None, same_picks=by == "policy")
+        frames, in_pairs = _by(by, a, b, *frames), paired or cand is None
+        comparison = compare(*frames, key="series", in_pairs=in_pairs, same_picks=by == "policy")
         names = (f"{names[0]} {by} {a}", f"{names[1]} {by} {b}")
     document = comparison_dict(comparison, names=names, notes=notes, forced=forced)
+    steps = []
+    if load is not None:
+        from commbench.analysis.workload import steps_of_sides
+
+        steps = steps_of_sides(load, *frames, names, in_pairs=in_pairs)
+        document["workload"] = {"name": load.name, "steps": [plain(asdict(step)) for step in steps]}
     if out is not None:
         from commbench.report.compare_plots import draw_comparison
         from commbench.store.run import write_json
@@ -89,6 +109,8 @@ def command(
         print_comparison(
             comparison, Console(), names=names, notes=notes, forced=forced, rows=None if everything else 20
         )
+        if load is not None:
+            print_step_changes(load, steps, Console())
     return 0
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
 
+    from commbench.analysis.workload import StepChange, Workload
+
 STATUS_STYLE = {
     Status.PASS: "bold green",
     Status.REGRESSION: "bold red",
@@ -86,6 +88,27 @@ _COUNTED = {
     "new": "missing in the baseline",
     "not_measured": "not timed on either side",
 }
+
+
+def print_step_changes(load: Workload, steps: Sequence[StepChange], console: Console) -> None:
+    """Milliseconds per step in collectives on both sides, by phase, and the ratio with its interval."""
+    title = f"{load.name}: {load.dtype} on {load.tp} ranks, time per step in collectives"
+    console.print()
+    console.print(Text(title, style="bold cyan"))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("phase")
+    for name in ("baseline", "candidate", "difference", "candidate / baseline (95 %)"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for step in steps:
+        ratio = Text(interval(step.ratio, step.ratio_low, step.ratio_high))
+        ratio.stylize(_ratio_style(step.ratio_low, step.ratio_high))
+        times = (step.base_ms, step.cand_ms, step.cand_ms - step.base_ms)
+        table.add_row(step.phase, *(f"{t:.3g} ms" for t in times), ratio)
+    console.print(table)
+    few = min(min(step.base_launches, step.cand_launches) for step in steps)
+    used = f"{steps[0].base_launches} and {steps[0].cand_launches} launches"
+    why = "; two launches on each side would give an interval" if few < 2 else ""
+    console.print(Text(f"from {used}{why}", style="dim"))
 
 
 def _ratio_style(low: float, high: float) -> str:
@@ -194,12 +217,13 @@ def comparison_dict(
         "counts": dict(counts_of(comparison)),
         "forced": list(forced),
         "notes": list(notes),
-        "families": [_plain(r) for r in sorted_families(comparison).to_dict("records")],
-        "points": [_plain(r) for r in sorted_points(comparison)[columns].to_dict("records")],
+        "families": [plain(r) for r in sorted_families(comparison).to_dict("records")],
+        "points": [plain(r) for r in sorted_points(comparison)[columns].to_dict("records")],
     }
 
 
-def _plain(record: dict[Any, Any]) -> dict[str, Any]:
+def plain(record: dict[Any, Any]) -> dict[str, Any]:
+    """A record for JSON: plain numbers, None for what is not finite."""
     found: dict[str, Any] = {}
     for key, value in record.items():
         item = value.item() if hasattr(value, "item") else value

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commbench.analysis.launches import variation_text, variations
 from commbench.report.lines import DRAWN, combine, panels, run_names, varying_in
 from commbench.report.regret import regret_sections
 from commbench.report.style import interval_text, short_rate
@@ -82,6 +83,7 @@ def render(summaries: Sequence[Summary], plots: Sequence[Plot], path: Path) -> N
         title=f"commbench: {', '.join(names)}",
         runs=[_run_facts(s, name) for s, name in zip(summaries, names, strict=True)],
         several=len(summaries) > 1,
+        variation=variation_text(variations([s.per_launch for s in summaries])),
         glance=_glance(points, names),
         figures=_figures(plots, path.parent),
         regrets=regret_sections(summaries, names),

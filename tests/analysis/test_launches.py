@@ -187,3 +187,27 @@ def test_merged_points_keep_the_types_of_the_schema(tmp_path: Path) -> None:
 def test_texts_that_differ_only_in_numbers_become_one_with_ranges() -> None:
     texts = ["after 3 of 9 s", "no such thing", "after 5.5 of 9 s", "after 1–2 of 9 s"]
     assert la.common_texts(texts) == {"after 1–5.5 of 9 s": [0, 2, 3], "no such thing": [1]}
+
+
+# -- variation between launches ---------------------------------------------------------------------------
+
+
+def test_every_launch_of_every_run_counts_in_the_variation() -> None:
+    one, two = math.exp(-6), math.exp(-6.2)
+    small = Point("all_reduce", "sum", "float32", 8, 4)
+    runs = []
+    for latency in (one, two):
+        made = frame({"latency_median_s": latency})
+        other = made.assign(point_id=small.point_id, size_bytes=8, latency_median_s=1e-6)
+        runs.append(pd.concat([made.assign(size_bytes=4096), other]))
+    below, above = sorted(la.variations(runs), key=lambda v: not v.small)
+    assert (below.what, below.median) == ("shm < 1 KiB", pytest.approx(0.0))
+    assert (above.what, above.points, above.launches) == ("shm ≥ 1 KiB", 1, 2)
+    assert above.median == above.worst == pytest.approx(0.2 / math.sqrt(2))
+    assert la.variation_text([above]) == "over 2 launches: shm ≥ 1 KiB 14.1% (worst 14.1%)"
+
+
+def test_points_of_one_launch_or_without_a_good_result_have_no_variation() -> None:
+    assert la.variations([frame({})]) == []
+    assert la.variations([frame({}, {"status": "failed"})]) == []
+    assert la.variation_text([]) == ""

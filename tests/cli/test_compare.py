@@ -134,3 +134,85 @@ def test_what_is_no_run_is_refused(commbench: Run, runs: tuple[Path, Path], tmp_
     assert commbench("compare", str(runs[0]), str(tmp_path))[0] == 2
     assert commbench("compare", str(runs[0]), str(tmp_path / "nowhere"))[0] == 2
     assert commbench("compare", str(runs[0]))[0] == 2
+
+
+# ---- workloads ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Path:
+    """A model of 2 layers and a hidden size of 1024: 5 all-reduces of 4 KiB per token in float32."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 2,
+        "hidden_size": 1024,
+        "torch_dtype": "float32",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "load.toml"
+    path.write_text('model = "config.json"\ntp = 2\ndtype = "float32"\n[decode]\ntokens = { 1 = 1 }\n')
+    return path
+
+
+def one_backend(slower: float) -> dict[str, Any]:
+    return {"launches": 4, "slower": lambda p: slower if p.size_bytes == 4096 else 1.0}
+
+
+def test_a_workload_turns_ratios_into_milliseconds_per_step_with_an_interval(
+    commbench: Run, tmp_path: Path, load: Path
+) -> None:
+    points = points_of(collectives=("all_reduce",), backends=("shm",))
+    base = write_run(tmp_path / "before", points, seed=1, **one_backend(1.0))
+    cand = write_run(tmp_path / "after", points, seed=2, **one_backend(1.5))
+    code, out, _ = commbench("compare", str(base), str(cand), "--workload", str(load), "--json")
+    assert code == 0
+    (step,) = json.loads(out)["workload"]["steps"]
+    assert step["phase"] == "decode"
+    assert step["base_ms"] == pytest.approx(5 * 1e3 * (2e-6 + 4096e-10), rel=0.05)
+    assert step["ratio_low"] < 1.5 < step["ratio_high"]
+    assert step["ratio"] == pytest.approx(step["cand_ms"] / step["base_ms"], rel=1e-9)
+    _, out, _ = commbench("compare", str(base), str(cand), "--workload", str(load))
+    assert "time per step in collectives" in out
+    assert "decode" in out
+    assert "from 4 and 4 launches" in out
+
+
+def test_two_backends_of_one_run_are_weighed_by_a_workload(commbench: Run, runs: tuple[Path, Path], load: Path) -> None:
+    values = ("--by", "backend", "--values", "torch_dist,shm")
+    code, out, _ = commbench("compare", str(runs[0]), *values, "--workload", str(load), "--json")
+    assert code == 0
+    (step,) = json.loads(out)["workload"]["steps"]
+    assert step["ratio_high"] < 1
+
+
+def test_a_workload_that_two_points_could_answer_is_refused_in_one_line(
+    commbench: Run, runs: tuple[Path, Path], load: Path
+) -> None:
+    code, out, err = commbench("compare", *map(str, runs), "--workload", str(load))
+    assert (code, out) == (2, "")
+    assert "more than one backend_requested (shm, torch_dist)" in err
+    assert "--by" in err
+
+
+def test_a_workload_that_sends_a_size_never_measured_is_refused_in_one_line(
+    commbench: Run, tmp_path: Path, load: Path
+) -> None:
+    points = points_of(collectives=("all_reduce",), backends=("shm",), sizes=(64, 512))
+    base = write_run(tmp_path / "before", points, launches=2, seed=1)
+    cand = write_run(tmp_path / "after", points, launches=2, seed=2)
+    code, _, err = commbench("compare", str(base), str(cand), "--workload", str(load))
+    assert code == 2
+    assert "measured is 64 B to 512 B" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_one_launch_on_a_side_gives_milliseconds_and_says_that_there_is_no_interval(
+    commbench: Run, tmp_path: Path, load: Path
+) -> None:
+    points = points_of(collectives=("all_reduce",), backends=("shm",))
+    base = write_run(tmp_path / "before", points, launches=1, seed=1)
+    cand = write_run(tmp_path / "after", points, launches=1, seed=2)
+    code, out, _ = commbench("compare", str(base), str(cand), "--workload", str(load))
+    assert code == 0
+    assert "no interval" in out
+    assert "two launches on each side would give an interval" in out

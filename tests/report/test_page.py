@@ -179,6 +179,7 @@ def test_several_runs_share_a_page_in_a_folder_of_its_own(build_run: Build, tmp_
     text = Page(path).text
     assert "before" in text
     assert "after" in text
+    assert "Launch-to-launch coefficient of variation" in text
     assert not any((run / "report.html").exists() for run in runs)
 
 
