@@ -7,10 +7,12 @@ the results is read from these counters, never from what a policy predicted.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from commbench.errors import BackendUnavailable
 from commbench.types import CallSignature
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     import torch
 
     from commbench.native._shm import BoundCall
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +62,55 @@ class Group:
         return len(self.ranks)
 
 
+class UnavailableTogether(BackendUnavailable):
+    """Every rank of the group raises this at the same step, with the same reason."""
+
+
+def together(group: Group, backend: str, step: Callable[[], T]) -> list[T]:
+    """Take a step of a set-up on every rank, and give every rank's value in rank order. Collective.
+
+    ``step`` must not wait for another rank; its value is pickled. Where it raises on a rank, all ranks raise
+    UnavailableTogether with the first such rank's reason, so that none waits for one that has given up. A backend's
+    constructor does all its talking through this: a rank that fails outside of a step then meets the others in their
+    next one (the coordinator compares notes the same way).
+    """
+    value: T | None = None
+    reason = remedy = ""
+    try:
+        value = step()
+    except BackendUnavailable as error:
+        reason, remedy = error.reason, error.remedy
+    except Exception as error:
+        logger.warning("backend %s failed to set up on rank %d", backend, group.rank, exc_info=True)
+        reason = why(error)
+    return compare_notes(group, backend, value, reason, remedy)
+
+
+def compare_notes(group: Group, backend: str, value: T | None, reason: str, remedy: str = "") -> list[T]:
+    """Every rank's value; UnavailableTogether where a rank gives a reason ("" for none). Collective."""
+    import torch.distributed as dist
+
+    notes: list[Any] = [None] * group.world_size
+    dist.all_gather_object(notes, (value, reason, remedy), group=group.cpu_group)
+    for rank, (_, text, help_text) in enumerate(notes):
+        if text:
+            everywhere = all(other == text for _, other, _ in notes)
+            raise UnavailableTogether(backend, text if everywhere else f"rank {rank}: {text}", help_text)
+    return [note[0] for note in notes]
+
+
+def why(error: BaseException) -> str:
+    """A foreign exception in one line."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
 class Backend(ABC):
     """One way to run collectives on one group.
 
     The constructor is collective: every rank of the group calls it, or none. It raises
     BackendUnavailable where this rank cannot take part; the coordinator then disables the backend on
-    all ranks with that reason, so a constructor must reach its collective steps on every rank or
-    agree on failure before them.
+    all ranks with that reason. Where ranks talk to each other in it, they do so through ``together``.
 
     Operations: tensors are dense unless ``declines`` says nothing against strided ones. ``output`` may
     be ``input`` itself where the placement is in-place. ``op`` is a name of types.OPS. ``src`` and
@@ -77,6 +124,8 @@ class Backend(ABC):
     def __init__(self, group: Group) -> None:
         self.group = group
         self.calls = 0
+        self.provider = ""  # the library behind it with its version, where only the constructor finds out
+        self.quantised = ""  # a level of types.QUANTISED at which data travel; "": they arrive as they are
 
     @classmethod
     @abstractmethod

@@ -5,11 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch.distributed as dist
-
-from commbench.backends.base import Backend, Group
+from commbench.backends.base import Backend, Group, UnavailableTogether, compare_notes, why
 from commbench.errors import BackendUnavailable
 from commbench.policy import Policy
 from commbench.registry import BACKENDS, load_backend
@@ -56,37 +53,44 @@ def set_up_backends(group: Group, names: Sequence[str], switched_off: Mapping[st
         backend_class = load_backend(name)
         availability = backend_class.availability(group.device.type)
         reason = "" if availability.ok else _with_remedy(availability.reason, availability.remedy)
-        reason = _agree(group, reason)
-        backend: Backend | None = None
+        reason = _agree(group, name, reason)
         if not reason:
-            try:
-                backend = backend_class(group)
-            except BackendUnavailable as error:
-                reason = _with_remedy(error.reason, error.remedy)
-            except (RuntimeError, OSError, ValueError, ImportError) as error:
-                # the backend's own set-up: any failure turns it off here, with its reason, on all ranks
-                logger.warning("backend %s failed to set up on rank %d", name, group.rank, exc_info=True)
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            reason = _agree(group, reason)
-        if reason and backend is not None:
-            backend.close()
-            backend = None
+            backend, reason = _construct(group, name, backend_class)
+            if backend is not None:
+                result.ready[name] = backend
+                result.providers[name] = backend.provider or availability.provider
         result.usable[name] = reason or None
-        if backend is not None:
-            result.ready[name] = backend
-            result.providers[name] = availability.provider
     return result
+
+
+def _construct(group: Group, name: str, backend_class: type[Backend]) -> tuple[Backend | None, str]:
+    """(the backend, "") where every rank could make it, else (None, why not); the same on all ranks."""
+    backend: Backend | None = None
+    reason = ""
+    try:
+        backend = backend_class(group)
+    except UnavailableTogether as error:  # all ranks know it already
+        return None, _with_remedy(error.reason, error.remedy)
+    except BackendUnavailable as error:
+        reason = _with_remedy(error.reason, error.remedy)
+    except Exception as error:
+        logger.warning("backend %s failed to set up on rank %d", name, group.rank, exc_info=True)
+        reason = why(error)
+    reason = _agree(group, name, reason)
+    if reason and backend is not None:
+        backend.close()
+        backend = None
+    return backend, reason
 
 
 def _with_remedy(reason: str, remedy: str) -> str:
     return f"{reason} ({remedy})" if remedy else reason
 
 
-def _agree(group: Group, reason: str) -> str:
+def _agree(group: Group, name: str, reason: str) -> str:
     """The first rank's non-empty reason, the same on every rank; "" when all have none."""
-    reasons: list[Any] = [None] * group.world_size
-    dist.all_gather_object(reasons, reason, group=group.cpu_group)
-    for rank, text in enumerate(reasons):
-        if text:
-            return text if all(r == text for r in reasons) else f"rank {rank}: {text}"
+    try:
+        compare_notes(group, name, None, reason)
+    except UnavailableTogether as error:
+        return error.reason
     return ""
