@@ -288,10 +288,19 @@ def steps_of_sides(
     logs = [np.log([[seconds[phase] for seconds in side.values()] for phase in phases]) for side in sides]
     effects = (paired if in_pairs else welch)(*logs)
     low, high = effects.interval()
-    ends = np.exp(np.column_stack([effects.estimate, low, high])).tolist()
+    ratios, lows, highs = (np.exp(values).tolist() for values in (effects.estimate, low, high))
     middles = [1e3 * np.exp(matrix.mean(axis=1)) for matrix in logs]
     return [
-        StepChange(phase, float(middles[0][i]), float(middles[1][i]), *ends[i], len(sides[0]), len(sides[1]))
+        StepChange(
+            phase,
+            float(middles[0][i]),
+            float(middles[1][i]),
+            ratios[i],
+            lows[i],
+            highs[i],
+            len(sides[0]),
+            len(sides[1]),
+        )
         for i, phase in enumerate(phases)
     ]
 
@@ -312,9 +321,9 @@ def _seconds_by_launch(load: Workload, points: pd.DataFrame, what: str) -> dict[
             "line two of them up with --by, or measure one"
         )
     found, refused = {}, None
-    for launch, rows in own.groupby("launch"):
+    for launch in sorted({int(number) for number in own["launch"]}):
         try:
-            found[int(launch)] = step_seconds(load, measured(rows, load.tp, what))
+            found[launch] = step_seconds(load, measured(own[own["launch"] == launch], load.tp, what))
         except UsageError as error:
             refused = error
     if not found:
