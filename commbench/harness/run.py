@@ -7,7 +7,7 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +126,14 @@ def dry_run(expansion: Expansion, spec: SweepSpec, out: Path) -> dict[str, Any]:
 
 
 def new_manifest(
-    spec: SweepSpec, expansion: Expansion, settings: Settings, out: Path, argv: Sequence[str] = ()
+    spec: SweepSpec,
+    expansion: Expansion,
+    settings: Settings,
+    out: Path,
+    argv: Sequence[str] = (),
+    machine: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What the manifest of a run in ``out`` says when it begins."""
+    """What the manifest of a run in ``out`` says when it begins. machine: its fingerprint, taken here without it."""
     return {
         "run_id": out.name,
         "commbench": __version__,
@@ -139,7 +144,7 @@ def new_manifest(
         "settings": settings.to_dict(),
         "points_planned": len(expansion.points) * spec.launches,
         "skipped_combinations": dict(expansion.skipped),
-        "fingerprint": fingerprint(settings.device),
+        "fingerprint": fingerprint(settings.device) if machine is None else dict(machine),
         "launches": [],
     }
 
