@@ -66,6 +66,10 @@ class LaunchError(CommbenchError):
     """A launch could not start or ended before its points were done."""
 
 
+class EngineError(UsageError):
+    """An engine that cannot do what was asked in its present state: closed, ended, busy, already profiling."""
+
+
 class Interrupted(CommbenchError):
     """The user stopped the command; finished results are kept. Exit code 130."""
 
