@@ -8,7 +8,7 @@ from commbench.policy.evaluate import Policy
 from commbench.types import COLLECTIVES, DTYPES, Platform
 
 _LARGEST = 1 << 32  # a threshold beyond 4 GiB is no size that anyone sweeps
-_PER_RANK = frozenset({"all_gather", "gather"})  # the caller's tensor is one rank's part of the message
+_PER_RANK = frozenset({"all_gather", "gather", "scatter"})  # the caller's tensor is one rank's part of the message
 
 
 @dataclass(frozen=True, slots=True)

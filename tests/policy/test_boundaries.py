@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from commbench.policy import load_policy
@@ -9,6 +11,15 @@ from commbench.policy.boundaries import probe_sizes, probes
 from tests.policy.helpers import MIB, cpu, h100
 
 COMMBENCH = load_policy("commbench")
+CAPPED = """
+format = 1
+extends = "commbench"
+name = "capped"
+title = "shared memory up to 4 KiB of one rank's tensor"
+
+[routes.shm]
+accepts = [{ gate = "size_at_most", limit = "4KiB" }]
+"""
 
 
 def test_on_cpu_the_boundary_is_the_threshold_of_shared_memory() -> None:
@@ -40,3 +51,11 @@ def test_sizes_are_of_the_total_array_and_divide_among_the_ranks() -> None:
 
 def test_a_policy_without_thresholds_gives_no_sizes() -> None:
     assert probe_sizes(load_policy("sglang-0.5.3"), "broadcast", "float32", cpu(2)) == []
+
+
+def test_a_threshold_of_one_ranks_part_is_probed_at_the_total_of_all_ranks(tmp_path: Path) -> None:
+    """gather's and scatter's callers hold one rank's part too: their policy sees that part."""
+    path = tmp_path / "capped.toml"
+    path.write_text(CAPPED)
+    for collective in ("all_gather", "gather", "scatter"):
+        assert 4 * 4096 in probe_sizes(load_policy(str(path)), collective, "float32", cpu(4)), collective
