@@ -9,10 +9,12 @@ from collections.abc import Callable
 
 from commbench.errors import BackendUnavailable
 from commbench.measure.clock import Clock, now_ns
-from commbench.measure.team import Team
+from commbench.measure.team import PageTeam, Team
+from commbench.measure.team_hosts import HostsTeam
 from commbench.native import load, why_unavailable
 
 TIMEOUT_S = 60.0  # for a peer to come to the native gate
+_HAND_OVERS = 30  # that are timed to know how far ahead a window across hosts must lie
 Gate = Callable[[], int]
 SYNCS = ("window", "barrier", "none")
 
@@ -24,7 +26,7 @@ class WindowGate:
     changed between blocks, on rank 0.
     """
 
-    def __init__(self, team: Team, delta_ns: int = 5_000, clock: Clock = now_ns) -> None:
+    def __init__(self, team: PageTeam, delta_ns: int = 5_000, clock: Clock = now_ns) -> None:
         self.delta_ns = delta_ns
         self._team = team
         self._clock = clock
@@ -51,13 +53,42 @@ class WindowGate:
         return 0
 
 
+class HostsWindowGate(WindowGate):
+    """The same for ranks of several hosts: all meet, rank 0 publishes a moment of its clock, each waits for it on its
+    own. The window lies ahead by what handing over a number takes (measured when the gate is made: the slowest
+    rank's p90 of some), and ``delta_ns``. Made by all ranks together."""
+
+    def __init__(self, team: HostsTeam, delta_ns: int = 5_000, clock: Clock = now_ns) -> None:
+        self.delta_ns = delta_ns
+        self._hosts, self._clock = team, clock
+        times = []
+        for _ in range(_HAND_OVERS):
+            team.barrier()
+            start = clock()
+            team.from_first(0)
+            times.append(clock() - start)
+        times.sort()
+        self._ahead_ns = 2 * int(team.gather_numbers(float(times[int(0.9 * _HAND_OVERS)])).max())
+
+    def __call__(self) -> int:
+        team, clock = self._hosts, self._clock
+        team.barrier()
+        (moment,) = team.from_first(clock() + self._ahead_ns + self.delta_ns)
+        deadline = team.from_first_clock(moment)
+        if clock() > deadline:
+            return 1
+        while clock() < deadline:
+            pass
+        return 0
+
+
 class NativeGate:
     """The same start in compiled code: less skew, and a window that can be closer. delta_ns 0 is a barrier only.
 
     Raises BackendUnavailable where the native module is missing.
     """
 
-    def __init__(self, team: Team, delta_ns: int) -> None:
+    def __init__(self, team: PageTeam, delta_ns: int) -> None:
         module = load()
         needed, room = module.gate_bytes(team.size), team.gate_bytes
         if needed > room:
@@ -107,9 +138,13 @@ class OpenGate:
 
 
 def make_gate(sync: str, team: Team) -> Gate:
-    """The gate for a name of SYNCS: native where the module is there, in Python otherwise."""
+    """The gate for a name of SYNCS: on one host native where the module is there, in Python otherwise. Collective."""
     if sync == "none":
         return OpenGate()
-    if not why_unavailable():
-        return NativeGate(team, 5_000 if sync == "window" else 0)
-    return WindowGate(team) if sync == "window" else BarrierGate(team)
+    if isinstance(team, PageTeam):
+        if not why_unavailable():
+            return NativeGate(team, 5_000 if sync == "window" else 0)
+        return WindowGate(team) if sync == "window" else BarrierGate(team)
+    if sync == "window" and isinstance(team, HostsTeam):
+        return HostsWindowGate(team)
+    return BarrierGate(team)

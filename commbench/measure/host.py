@@ -23,9 +23,10 @@ from commbench.measure.clock import TimerFacts, resolution_s, timer_facts
 from commbench.measure.gate import DelayedGate, NativeGate, WindowGate, make_gate
 from commbench.measure.loop import Block, nothing, run_block, run_native_block
 from commbench.measure.observer import BlockSeen, Observer
+from commbench.measure.offset import times_across
 from commbench.measure.point_state import PointState
 from commbench.measure.settings import Settings
-from commbench.measure.team import CAPACITY, Team
+from commbench.measure.team import Team
 from commbench.native import load, why_unavailable
 from commbench.statistics import Array, is_steady, quantile
 from commbench.types import COLLECTIVES
@@ -65,7 +66,7 @@ class HostTiming:
         self._window = self._gate if isinstance(self._gate, WindowGate | NativeGate) else None
         if settings.skew_rank == team.rank and settings.skew_s:
             self._gate = DelayedGate(self._gate, settings.skew_s)
-        self._block = Block(CAPACITY)
+        self._block = Block(team.capacity)
         self.native_timer: TimerFacts | None = None
         self.timer = self._calibrate()
 
@@ -162,7 +163,7 @@ class HostTiming:
             ends,
             late,
             synchronising=COLLECTIVES[s.point.collective].synchronising,
-            sync=self.sync,
+            sync="barrier" if s.local else self.sync,
             batch=s.batch,
             overhead_s=s.overhead_s if s.batch > 1 else self._timer_of(s).overhead_s,
         )
@@ -186,7 +187,7 @@ class HostTiming:
         started = self._clock_s()
         seen: list[Array] = []
         agreed, n, iterations = 0, FIRST_WARMUP * len(s.calls), 0
-        n = min(n, CAPACITY)
+        n = min(n, self._team.capacity)
         while True:
             samples = self.take(s, n, keep=False)
             iterations += n
@@ -194,7 +195,7 @@ class HostTiming:
             elapsed = self._clock_s() - started
             agreed = agreed + 1 if is_steady(np.concatenate(seen)) else 0
             done = agreed >= 2 or (elapsed >= WARMUP_SHARE * time_cap and iterations >= FIRST_WARMUP)
-            wanted = min(CAPACITY, max(2, math.ceil(iterations * 0.5)))
+            wanted = min(self._team.capacity, max(2, math.ceil(iterations * 0.5)))
             affordable = max(2, int((WARMUP_SHARE * time_cap - elapsed) / s.each_s)) if not done else 2
             action, n, agreed = self._team.from_first(int(done), min(wanted, affordable), agreed)
             if action:
@@ -202,7 +203,13 @@ class HostTiming:
         s.steady = agreed >= 2
         series = np.concatenate(seen)
         typical = float(np.median(series[len(series) // 2 :]))
-        (batch,) = self._team.from_first(batch_for(self._timer_of(s).uncertainty_s, typical))
+        clock_error_s = self._team.clock_error_s
+        across = times_across(clock_error_s, typical)
+        local = int(clock_error_s > 0 and across.local)
+        batch, local = self._team.from_first(batch_for(self._timer_of(s).uncertainty_s, typical), local)
+        s.local = bool(local)
+        if self.sync == "window" and s.local:
+            s.reason = across.reason
         if batch == 0:
             s.status = "refused"
             s.reason = (
@@ -214,4 +221,4 @@ class HostTiming:
             s.batch = batch
             durations = self._empty_ns(200, batch, native=bool(s.native))
             s.overhead_s = timer_facts(durations, self.timer.resolution_s).overhead_s
-        (s.block_n,) = self._team.from_first(max(2, min(CAPACITY, int(VISIT_S / (s.each_s * s.batch)))))
+        (s.block_n,) = self._team.from_first(max(2, min(self._team.capacity, int(VISIT_S / (s.each_s * s.batch)))))

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commbench.measure.clock import Clock, now_ns
-from commbench.measure.gate import Gate, NativeGate
+from commbench.measure.gate import Gate, NativeGate, OpenGate
 from commbench.native import load
 
 if TYPE_CHECKING:
@@ -25,12 +25,16 @@ Call = Callable[[], object]
 
 
 class Block:
-    """Room for the timestamps of up to ``capacity`` samples of one rank, allocated once per launch."""
+    """Room for the timestamps of up to ``capacity`` samples of one rank, allocated once per launch.
 
-    def __init__(self, capacity: int) -> None:
-        self.starts: NDArray[np.int64] = np.zeros(capacity, dtype=np.int64)
-        self.ends: NDArray[np.int64] = np.zeros(capacity, dtype=np.int64)
-        self.late: NDArray[np.uint8] = np.zeros(capacity, dtype=np.uint8)
+    room: memory to use, of 17 bytes for each sample (int64 starts, int64 ends, uint8 flags), which others may read.
+    """
+
+    def __init__(self, capacity: int, room: memoryview | None = None) -> None:
+        memory = np.zeros(17 * capacity, dtype=np.uint8) if room is None else np.frombuffer(room, dtype=np.uint8)
+        self.starts: NDArray[np.int64] = memory[: 8 * capacity].view(np.int64)
+        self.ends: NDArray[np.int64] = memory[8 * capacity : 16 * capacity].view(np.int64)
+        self.late: NDArray[np.uint8] = memory[16 * capacity : 17 * capacity]
 
 
 @contextmanager
@@ -76,8 +80,21 @@ def run_block(calls: Sequence[Call], gate: Gate, n: int, block: Block, batch: in
 def run_native_block(
     calls: Sequence[BoundCall], gate: Gate, n: int, block: Block, batch: int = 1, first: int = 0
 ) -> None:
-    """The same in compiled code, with no Python between the timestamps. ``first``: which of ``calls`` comes first."""
+    """The same in compiled code, with no Python between the timestamps. ``first``: which of ``calls`` comes first.
+
+    A gate in Python (across hosts) is entered between the samples.
+    """
     native = gate if isinstance(gate, NativeGate) else None
+    if native is None and not isinstance(gate, OpenGate):
+        with no_collection():
+            for i in range(n):
+                late = gate()
+                part = slice(i, i + 1)
+                load().timed_loop(
+                    calls, None, block.starts[part], block.ends[part], block.late[part], 0, batch, first + i * batch
+                )
+                block.late[i] = late
+        return
     with no_collection():
         load().timed_loop(
             calls,

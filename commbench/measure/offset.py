@@ -28,7 +28,7 @@ from commbench.measure.clock import Clock, now_ns
 from commbench.units import format_time
 
 if TYPE_CHECKING:
-    from commbench.measure.team import Team
+    from commbench.measure.team import PageTeam
 
 Readings = NDArray[np.int64]
 
@@ -176,7 +176,7 @@ class PageLink:
     order in which a processor lets others see its stores. Integers must lie within ±2^62.
     """
 
-    def __init__(self, team: Team, other: int) -> None:
+    def __init__(self, team: PageTeam, other: int) -> None:
         question, reply = team.clock_words(other)
         self._team = team
         self._words = team._words
@@ -200,6 +200,26 @@ class PageLink:
             if spins % 64 == 0:
                 self._team.check_peer(self._peer, start, _LIMIT_S)
         return word >> 1
+
+
+class Clocks(Protocol):
+    """What is known of a team's clocks. ok: times of different ranks may be subtracted."""
+
+    @property
+    def ok(self) -> bool: ...
+
+    @property
+    def largest_s(self) -> float:
+        """What times of different ranks can be wrong by against each other."""
+        ...
+
+    def verdict(self) -> str:
+        """One line for a person."""
+        ...
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the manifest."""
+        ...
 
 
 # ---- one host: do the ranks read one clock? -----------------------------------------------------------------
@@ -257,7 +277,7 @@ class ClockAgreement:
         }
 
 
-def agreement(team: Team, rounds: int = ROUNDS, clock: Clock = now_ns) -> ClockAgreement:
+def agreement(team: PageTeam, rounds: int = ROUNDS, clock: Clock = now_ns) -> ClockAgreement:
     """Compare every rank's clock with rank 0's over the shared page; the same result on every rank.
 
     Collective. Raises PointFailed or PeerLost as ``team.barrier`` does, and ClockError on every rank where rank 0's
@@ -380,6 +400,57 @@ def fit_offset(windows: Sequence[Exchanges]) -> OffsetLine:
     fraction = float(offsets.mean() - slope * times.mean())
     residuals = offsets - fraction - slope * times
     return OffsetLine(reference, base, fraction, slope, times, residuals, errors)
+
+
+# Two clocks drift apart by less: Linux slews each by at most 500 ppm (adjtimex), crystals differ by some 50 ppm.
+LARGEST_DRIFT = 1.1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """How another rank's clock reads on the local one: the newest window's midpoint, carried on along a slope.
+
+    offset(t) = offset_ns + slope · (t − at_ns), with t on the local clock. The error grows with the distance from the
+    window: error_s + slope_error · distance.
+    """
+
+    at_ns: int = 0
+    offset_ns: int = 0
+    slope: float = 0.0
+    error_s: float = 0.0
+    slope_error: float = 0.0
+
+    def to_local(self, remote_ns: Readings) -> Readings:
+        """Readings (int64 array of any shape, nanoseconds) of the other clock as the local one would have shown."""
+        reference = self.at_ns + self.offset_ns  # what the other clock showed at at_ns
+        distance = np.asarray(remote_ns, dtype=np.int64) - reference
+        return np.asarray(self.at_ns + np.rint(distance / (1 + self.slope)).astype(np.int64))
+
+    def to_remote(self, local_ns: int) -> int:
+        """What the other clock shows when the local one shows ``local_ns``."""
+        return local_ns + self.offset_ns + round(self.slope * (local_ns - self.at_ns))
+
+    def error_at(self, local_ns: int) -> float:
+        return self.error_s + self.slope_error * abs(local_ns - self.at_ns) * 1e-9
+
+
+def correction(windows: Sequence[Exchanges]) -> tuple[Correction, OffsetLine | None]:
+    """From windows of exchanges, oldest first: how to read the other clock now, and the line through all of them.
+
+    Fewer than FEWEST_WINDOWS give no line (None), and then the slope may be anything up to LARGEST_DRIFT; so it may
+    where the line's own slope is known no better. Raises ValueError for no window.
+    """
+    if not windows:
+        raise ValueError("no window of exchanges to correct a clock by")
+    newest = windows[-1]
+    bounds = newest.bounds()
+    line = fit_offset(windows) if len(windows) >= FEWEST_WINDOWS else None
+    known = line is not None and line.slope_error < LARGEST_DRIFT and abs(line.slope) < LARGEST_DRIFT
+    slope, slope_error = (line.slope, line.slope_error) if line is not None and known else (0.0, LARGEST_DRIFT)
+    # a window whose bounds cross saw the offset move while it lasted: half its round trip still bounds one reading
+    error_s = max(bounds.error_s, 0.0) if bounds.consistent else bounds.error_s + bounds.rtt_min_ns * 0.5e-9
+    at = int(newest.sent[0] + (newest.received[-1] - newest.sent[0]) // 2)
+    return Correction(at, (bounds.low_ns + bounds.high_ns) // 2, slope, error_s, slope_error), line
 
 
 # ---- what an offset's error means for a latency ----------------------------------------------------------------

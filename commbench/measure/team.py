@@ -1,4 +1,7 @@
-"""How the ranks of one host meet during a measurement: a shared page, never the library under test.
+"""How the ranks meet during a measurement: never through the library under test.
+
+``Team`` is what measuring needs of the ranks. ``PageTeam`` is the one of ranks that share a host, and has a shared page
+for it; ranks of several hosts make a team_hosts.HostsTeam.
 
 The page holds, per rank, a barrier slot on a cache line of its own; a line with the deadline of the present time
 window; a few words that rank 0 hands to all; an error line; and a block per rank for its samples. Stores of
@@ -16,6 +19,7 @@ import os
 import secrets
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commbench.errors import CommbenchError, PeerLost
+from commbench.measure import offset
 
 CAPACITY = 1 << 14  # iterations a block can hold
 _LINE = 64
@@ -52,6 +57,14 @@ class PointFailed(CommbenchError):
     """Some rank could not go on with the present point; the message says which and why."""
 
 
+def checked_text(text: str) -> bytes:
+    """A text as ranks exchange it. Raises ValueError for one longer than TEXT_BYTES - 1 in UTF-8."""
+    data = text.encode()
+    if len(data) >= TEXT_BYTES:
+        raise ValueError(f"a text of {len(data)} bytes does not fit the {TEXT_BYTES} that ranks exchange")
+    return data
+
+
 def _file() -> tuple[int, Path]:
     """A new file of random name, mode 0600, in memory where there is /dev/shm, else in the temporary folder."""
     folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
@@ -59,16 +72,74 @@ def _file() -> tuple[int, Path]:
     return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), path
 
 
-class Team:
-    """The ranks of one launch on one host. Every method but ``fail`` is called by all ranks, in one order.
+class Team(ABC):
+    """The ranks of one launch. Every method but ``fail`` is called by all ranks, in one order.
 
-    ``oversubscribed`` (more ranks than cores) makes waiting ranks give up the core at once.
+    ``oversubscribed``: there are more ranks than cores. ``capacity``: the most iterations that ``share`` takes at once.
     """
 
-    def __init__(self, rank: int, size: int, page: mmap.mmap, pids: Sequence[int], oversubscribed: bool) -> None:
+    def __init__(self, rank: int, size: int, oversubscribed: bool, capacity: int = CAPACITY) -> None:
         self.rank = rank
         self.size = size
         self.oversubscribed = oversubscribed
+        self.capacity = capacity
+
+    @abstractmethod
+    def barrier(self, timeout_s: float = 300.0) -> None:
+        """Wait for all ranks. Raises PointFailed if a rank has failed, PeerLost if one died or none came."""
+
+    @abstractmethod
+    def fail(self, message: str) -> None:
+        """Tell the others that this rank cannot go on with the present point."""
+
+    @abstractmethod
+    def raise_if_failed(self) -> None:
+        """Raise PointFailed if any rank is known to have called ``fail`` since the last ``recover``."""
+
+    @abstractmethod
+    def recover(self, timeout_s: float) -> None:
+        """After a failed point: all ranks meet, and the failure is cleared. Raises PeerLost if one stays away."""
+
+    @abstractmethod
+    def from_first(self, *values: int) -> tuple[int, ...]:
+        """Rank 0's integers, on every rank. Ranks other than 0 pass as many (ignored) values."""
+
+    @abstractmethod
+    def share(
+        self, starts: NDArray[np.int64], ends: NDArray[np.int64], late: NDArray[np.uint8]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
+        """Blocks of samples, three arrays (ranks, n), all times as rank 0's clock shows them.
+
+        Rank 0 gets every rank's; another rank is sure to get its own only. All ranks pass the same n ≤ capacity.
+        """
+
+    @abstractmethod
+    def gather_texts(self, text: str) -> list[str]:
+        """Every rank's text (up to TEXT_BYTES of UTF-8), on every rank. Raises ValueError for a longer one."""
+
+    @abstractmethod
+    def gather_numbers(self, *values: float) -> NDArray[np.float64]:
+        """Every rank's numbers: an array (ranks, len(values)) on every rank."""
+
+    @abstractmethod
+    def compare_clocks(self) -> offset.Clocks:
+        """Whether times of different ranks may be subtracted, and how well that is known; the same on every rank."""
+
+    @property
+    def clock_error_s(self) -> float:
+        """What ``share``'s times of different ranks may be wrong by against each other, as of now; 0 for one clock."""
+        return 0.0
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the team holds; nothing may be called after it."""
+
+
+class PageTeam(Team):
+    """The ranks of one launch on one host. Oversubscribed ranks give up the core at once when they wait."""
+
+    def __init__(self, rank: int, size: int, page: mmap.mmap, pids: Sequence[int], oversubscribed: bool) -> None:
+        super().__init__(rank, size, oversubscribed)
         self._page = page
         self._pids = tuple(pids)
         self._words = memoryview(page).cast("q")
@@ -90,7 +161,7 @@ class Team:
         return _aligned(words + size * TEXT_BYTES) + _gate_bytes(size) + size * CAPACITY * 17
 
     @classmethod
-    def form(cls, rank: int, size: int, objects: Objects, oversubscribed: bool) -> Team:
+    def form(cls, rank: int, size: int, objects: Objects, oversubscribed: bool) -> PageTeam:
         """Make the shared page: rank 0 creates it, all map it, then its name is removed.
 
         Raises CommbenchError on every rank when some rank cannot see rank 0's page (another host, another /dev/shm).
@@ -140,7 +211,6 @@ class Team:
     # ---- waiting ----------------------------------------------------------------------------------------
 
     def barrier(self, timeout_s: float = 300.0) -> None:
-        """Wait for all ranks. Raises PointFailed if a rank has failed, PeerLost if one died or none came."""
         words = self._words
         self._epoch += 1
         epoch = self._epoch
@@ -179,14 +249,12 @@ class Team:
     # ---- failing together -------------------------------------------------------------------------------
 
     def fail(self, message: str) -> None:
-        """Tell the others that this rank cannot go on with the present point."""
         text = message.encode(errors="replace")[: TEXT_BYTES - 1]
         start = self._messages * 8 + self.rank * TEXT_BYTES
         self._page[start : start + len(text) + 1] = text + b"\0"
         self._words[self._failed] = self.rank + 1
 
     def raise_if_failed(self) -> None:
-        """Raise PointFailed if any rank has called ``fail`` since the last ``recover``."""
         who = self._words[self._failed]
         if who:
             start = self._messages * 8 + (who - 1) * TEXT_BYTES
@@ -194,10 +262,8 @@ class Team:
             raise PointFailed(f"rank {who - 1}: {text}")
 
     def recover(self, timeout_s: float) -> None:
-        """After a failed point: all ranks meet, and the failure is cleared. Raises PeerLost if one stays away.
-
-        Ranks may have failed at different barriers, so they go on counting from the largest number among them.
-        They meet at words of their own: at the barrier's, a failed rank would look as if it had arrived.
+        """As of every team. Ranks may have failed at different barriers, so they go on counting from the largest number
+        among them. They meet at words of their own: at the barrier's, a failed rank would look as if it had arrived.
         """
         words, mine = self._words, self._mine
         self._recoveries += 1
@@ -229,7 +295,6 @@ class Team:
     # ---- handing over -----------------------------------------------------------------------------------
 
     def from_first(self, *values: int) -> tuple[int, ...]:
-        """Rank 0's integers, on every rank. Ranks other than 0 pass as many (ignored) values."""
         words = self._words
         if self.rank == 0:
             for index, value in enumerate(values):
@@ -242,10 +307,7 @@ class Team:
     def share(
         self, starts: NDArray[np.int64], ends: NDArray[np.int64], late: NDArray[np.uint8]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
-        """Every rank's block of samples: three arrays (ranks, n), valid until the next ``share``.
-
-        All ranks pass the same n ≤ CAPACITY.
-        """
+        """As of every team, with every rank's block on every rank."""
         n = len(starts)
         whole = np.frombuffer(self._page, dtype=np.uint8)
         base = self._samples * 8
@@ -260,10 +322,7 @@ class Team:
         return result
 
     def gather_texts(self, text: str) -> list[str]:
-        """Every rank's text (up to TEXT_BYTES of UTF-8), on every rank. Raises ValueError for a longer one."""
-        data = text.encode()
-        if len(data) >= TEXT_BYTES:
-            raise ValueError(f"a text of {len(data)} bytes does not fit the {TEXT_BYTES} that ranks exchange")
+        data = checked_text(text)
         area = self._messages * 8
         mine = area + self.rank * TEXT_BYTES
         self._page[mine : mine + len(data) + 1] = data + b"\0"
@@ -276,7 +335,9 @@ class Team:
         return texts
 
     def gather_numbers(self, *values: float) -> NDArray[np.float64]:
-        """Every rank's numbers: an array (ranks, len(values)) on every rank."""
         packed = np.array(values, dtype=np.float64).view(np.int64)
         starts, _, _ = self.share(packed, packed, np.zeros(len(packed), dtype=np.uint8))
         return np.ascontiguousarray(starts).view(np.float64)
+
+    def compare_clocks(self) -> offset.ClockAgreement:
+        return offset.agreement(self)

@@ -11,10 +11,10 @@ from tests.ranks import run_ranks, world
 def _take(rank: int, size: int) -> Any:
     from commbench.harness.worker import Objects
     from commbench.measure import canary
-    from commbench.measure.team import Team
+    from commbench.measure.team import PageTeam
 
     group = world()
-    team = Team.form(rank, size, Objects(group.cpu_group), oversubscribed=False)
+    team = PageTeam.form(rank, size, Objects(group.cpu_group), oversubscribed=False)
     canary.take(team)  # the first touches pages and starts clocks
     started = time.perf_counter()
     found = canary.take(team)

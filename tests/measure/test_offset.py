@@ -262,9 +262,9 @@ def test_agreeing_clocks_are_known_as_well_as_the_worst_rank() -> None:
 
 def compare_clocks(rank: int, size: int) -> list[dict[str, Any]]:
     from commbench.harness.worker import Objects
-    from commbench.measure.team import Team
+    from commbench.measure.team import PageTeam
 
-    team = Team.form(rank, size, Objects(world().cpu_group), oversubscribed=size > (os.cpu_count() or 1))
+    team = PageTeam.form(rank, size, Objects(world().cpu_group), oversubscribed=size > (os.cpu_count() or 1))
     ahead: Callable[[], int] = lambda: now_ns() + 2 * SECOND  # noqa: E731 - as in a time namespace
     found = [
         agreement(team, 100),

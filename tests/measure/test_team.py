@@ -14,14 +14,14 @@ import pytest
 from commbench.errors import PeerLost
 from commbench.measure.clock import now_ns
 from commbench.measure.gate import WindowGate
-from commbench.measure.team import PointFailed, Team
+from commbench.measure.team import PageTeam, PointFailed
 from tests.ranks import run_ranks, world
 
 
-def team_of(rank: int, size: int) -> Team:
+def team_of(rank: int, size: int) -> PageTeam:
     from commbench.harness.worker import Objects
 
-    return Team.form(rank, size, Objects(world().cpu_group), oversubscribed=size > (os.cpu_count() or 1))
+    return PageTeam.form(rank, size, Objects(world().cpu_group), oversubscribed=size > (os.cpu_count() or 1))
 
 
 def exchange(rank: int, size: int) -> dict[str, Any]:
