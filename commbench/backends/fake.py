@@ -7,12 +7,20 @@ The script is JSON in the environment variable COMMBENCH_FAKE, or given to the c
 
 ``duration_s``  seconds each call lasts on every rank: a number, or a list that is walked through and repeated
 ``wrong``       {"rank": r, "elements": k}: rank r's results have k wrong elements
+``quantised``   a level of types.QUANTISED: all-reduces round their results to steps of that level, as its backends do
+``through``     a float dtype: all-reduces send their results through it
+``slow``        {"rank": r, "factor": f}: rank r's calls last f times as long
 ``fail``        {"rank": r, "collective": c}: rank r raises in every call of that collective
-``die``         {"rank": r, "collective": c}: rank r kills itself in the first call of that collective
+``out_of_memory``  the same: rank r asks for more memory than any machine has
+``die``, ``segv``, ``stop``, ``hang``  the same: rank r kills itself (SIGKILL), reads from address 0, stops itself
+                (SIGSTOP), or never comes back, in C code that holds the interpreter's lock
+
+Each of the last six may have ``"call": k``: only from the k-th call of that collective on, counted from 0.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -27,12 +35,14 @@ from commbench.backends.base import Availability, Backend, Group
 from commbench.backends.torch_dist import TorchDistBackend
 from commbench.errors import CollectiveError, UsageError
 from commbench.native import load
+from commbench.types import QUANTISED
 
 if TYPE_CHECKING:
     from commbench.native._shm import BoundCall
 
 SCRIPT_VARIABLE = "COMMBENCH_FAKE"
-_KEYS = frozenset({"duration_s", "wrong", "fail", "die"})
+_EVENTS = ("fail", "out_of_memory", "die", "segv", "stop", "hang")
+_KEYS = frozenset({"duration_s", "wrong", "quantised", "through", "slow", *_EVENTS})
 
 
 def read_script() -> dict[str, Any]:
@@ -62,14 +72,40 @@ class FakeBackend(Backend):
         self._durations_ns = [round(d * 1e9) for d in (durations if isinstance(durations, list) else [durations])]
         wrong = script.get("wrong", {})
         self._wrong_elements = wrong["elements"] if wrong.get("rank") == group.rank else 0
-        self._fail = self._mine(script.get("fail"))
-        self._die = self._mine(script.get("die"))
+        self.quantised = script.get("quantised", "")
+        self._through = script.get("through", "")
+        slow = script.get("slow", {})
+        if slow.get("rank") == group.rank:
+            self._durations_ns = [round(d * slow["factor"]) for d in self._durations_ns]
+        mine = {name: script[name] for name in _EVENTS if script.get(name, {}).get("rank") == group.rank}
+        self._events = {e["collective"]: (name, int(e.get("call", 0))) for name, e in mine.items()}
+        self._seen: dict[str, int] = {}
         self._inner = TorchDistBackend(group)
         # tensor → its version when last exchanged; by identity, since memory addresses are reused
         self._exchanged: Any = WeakIdKeyDictionary()
 
-    def _mine(self, event: dict[str, Any] | None) -> str:
-        return str(event["collective"]) if event and event["rank"] == self.group.rank else ""
+    def _happen(self, collective: str) -> None:
+        """What the script has for this rank in a call of that collective."""
+        event, first = self._events[collective]
+        seen = self._seen.get(collective, 0)
+        self._seen[collective] = seen + 1
+        if seen < first:
+            return
+        match event:
+            case "fail":
+                raise CollectiveError(f"scripted failure in {collective} on rank {self.group.rank}")
+            case "out_of_memory":
+                torch.empty(1 << 60, dtype=torch.uint8)
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "segv":
+                ctypes.string_at(0)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "hang":
+                libc = ctypes.PyDLL(None)
+                while True:
+                    libc.pause()
 
     @classmethod
     def availability(cls, device: str) -> Availability:
@@ -84,10 +120,8 @@ class FakeBackend(Backend):
     ) -> None:
         """One call: exchange if the content of ``tensor`` is new, then last the scripted time."""
         start = time.perf_counter_ns()
-        if collective == self._fail:
-            raise CollectiveError(f"scripted failure in {collective} on rank {self.group.rank}")
-        if collective == self._die:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if collective in self._events:
+            self._happen(collective)
         # torch counts in-place changes in _version, so all ranks see the same calls as new
         if tensor is not None and self._exchanged.get(tensor) != tensor._version:
             move()
@@ -103,7 +137,16 @@ class FakeBackend(Backend):
             pass
 
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
-        self._play("all_reduce", input, output, lambda: self._inner.all_reduce(input, output, op))
+        def move() -> None:
+            self._inner.all_reduce(input, output, op)
+            if self.quantised:
+                step = QUANTISED[self.quantised] * output.abs().max()
+                if step > 0 and step.isfinite():
+                    output.copy_((output / step).round() * step)
+            if self._through:
+                output.copy_(output.to(getattr(torch, self._through)))
+
+        self._play("all_reduce", input, output, move)
 
     def all_gather(self, input: torch.Tensor, output: torch.Tensor) -> None:
         self._play("all_gather", input, output, lambda: self._inner.all_gather(input, output))

@@ -12,6 +12,8 @@ Tolerance of element i, for n ranks and unit roundoff u = 2^−(mantissa bits + 
 sum: γ Σ_r |x_r,i|; avg: that over n, and one more rounding; prod: γ |Π_r x_r,i|. It bounds the rounding error of any
 order of n − 1 operations that each round to the dtype, and of a final one (Higham, Accuracy and Stability of Numerical
 Algorithms, 4.2).
+A quantised all-reduce sends every input and the sum once through a level of types.QUANTISED, so it may be off by that
+level's share of the largest magnitude of each: q (Σ_r max|x_r| + max|Σ_r x_r|), and what the scales' own rounding adds.
 min, max and collectives that only move data are exact.
 """
 
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from commbench.types import DTYPES, Point
+from commbench.types import DTYPES, QUANTISED, Point
 
 PERIOD = 65537
 ROOT = 0  # the root rank of rooted collectives
@@ -102,6 +104,20 @@ def tolerance(op: str, tables: Sequence[torch.Tensor], dtype: str) -> torch.Tens
     return gamma * stacked.abs().sum(0) + floor
 
 
+SCALE_ROUNDING = 2.0**-7  # scales of blocks are kept in 16 bits; bfloat16 is off by 2^-8, twice on the way
+
+
+def quantised_tolerance(op: str, tables: Sequence[torch.Tensor], dtype: str, level: str) -> torch.Tensor:
+    """The tolerance of a quantised reduction per table element, in float64. Raises KeyError for an unknown level."""
+    n = len(tables)
+    stacked = torch.stack([t.double() for t in tables])
+    answer = reduction(op, tables).double()
+    sent = stacked.abs().amax(1).sum() / (n if op == "avg" else 1) + answer.abs().max()
+    rounding = tolerance(op, tables, dtype)
+    exact = torch.zeros_like(answer) if rounding is None else rounding
+    return exact + QUANTISED[level] * (1 + SCALE_ROUNDING) * sent
+
+
 def fill(tensor: torch.Tensor, pattern: torch.Tensor, phase: int = 0) -> None:
     """tensor[i] = pattern[(phase + i) mod len(pattern)], in the tensor's own order of elements."""
     n, length = tensor.numel(), len(pattern)
@@ -138,7 +154,7 @@ def compare(result: torch.Tensor, answer: torch.Tensor, allowed: torch.Tensor | 
     check = Check()
     if allowed is None and answer.dtype != flat.dtype:
         answer = answer.to(flat.dtype)
-    for part, start in _chunks(flat, len(answer)):
+    for part, start in chunks(flat, len(answer)):
         shift = (phase + start) % len(answer)
         want = answer.roll(-shift) if shift else answer
         tol = None if allowed is None else (allowed.roll(-shift) if shift else allowed)
@@ -146,7 +162,7 @@ def compare(result: torch.Tensor, answer: torch.Tensor, allowed: torch.Tensor | 
     return check
 
 
-def _chunks(flat: torch.Tensor, length: int) -> Iterator[tuple[torch.Tensor, int]]:
+def chunks(flat: torch.Tensor, length: int) -> Iterator[tuple[torch.Tensor, int]]:
     """The tensor in pieces of whole periods (and the rest), each with where it starts."""
     rows = max(1, _CHUNK // length)
     for start in range(0, flat.numel(), rows * length):

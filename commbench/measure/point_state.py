@@ -11,6 +11,7 @@ from commbench.measure.buffers import Buffers
 from commbench.measure.correctness import Check
 from commbench.measure.loop import Call
 from commbench.measure.noise import Noise
+from commbench.measure.numerics import Numerics
 from commbench.measure.places import Place
 from commbench.measure.stopping import Progress
 from commbench.statistics import Array
@@ -37,6 +38,7 @@ class PointState:
     overhead_s: float = 0.0
     block_n: int = 6
     delta_ns: int = 0
+    local: bool = False  # the clocks of hosts are not known well enough: local durations count
     each_s: float = 0.0  # wall time of a sample, its start included, in the last block
     iteration: int = 0
     warmup_iterations: int = 0
@@ -50,6 +52,8 @@ class PointState:
     calls_counted: dict[str, int] = field(default_factory=dict)
     check: Check = field(default_factory=Check)
     checked: bool = False
+    numerics: Numerics | None = None
+    quantised: str = ""  # the level at which the picked backend's data travel
     decision: str = ""
     noises: list[Noise] = field(default_factory=list)
     progress: Progress | None = None

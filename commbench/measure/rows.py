@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ def row_of(s: PointState, team: Team, *, sync: str, target_ci: float, clock_prob
         "counted": {name: n for name, n in s.calls_counted.items() if n},
         "expected": s.calls_made if s.place.takes_part else 0,
         "noise": noise_module.to_dict(noise_module.combine(s.noises)) if s.noises else None,
+        "numerics": _numerics_of_rank(s),
     }
     ranks = [json.loads(text) for text in team.gather_texts(json.dumps(mine))]
     counted: dict[str, int] = {}
@@ -38,6 +40,7 @@ def row_of(s: PointState, team: Team, *, sync: str, target_ci: float, clock_prob
     picked = "+".join(sorted(counted))
     wrong = sum(rank["wrong"] for rank in ranks)
     errors = [rank["error"] for rank in ranks]
+    numbers = numbers_over_ranks([rank["numerics"] for rank in ranks if rank["numerics"] is not None])
     status, reasons = s.status, [s.reason] if s.reason else []
     if status == "ok":
         accounted = all(sum(rank["counted"].values()) == rank["expected"] for rank in ranks)
@@ -47,6 +50,11 @@ def row_of(s: PointState, team: Team, *, sync: str, target_ci: float, clock_prob
         elif wrong:
             status = "wrong"
             reasons.append(f"{wrong} elements are wrong, the largest error is {max(errors):.3g}")
+            if numbers.get("extremes_wrong") == wrong:
+                reasons.append(
+                    f"all on inputs near the ends of {s.point.dtype}'s range, whose reduction stays inside: a narrower "
+                    "type on the way overflows or flushes them"
+                )
         elif s.point.backend != AUTO and picked != s.point.backend:
             status = "failed"
             reasons.append(f"{s.point.backend} was asked for by name, but {picked or 'nothing'} was taken")
@@ -61,6 +69,10 @@ def row_of(s: PointState, team: Team, *, sync: str, target_ci: float, clock_prob
         reasons.append(clock_problem)
     if status == "ok" and team.rank == 0:
         reasons += remarks(s.all_latencies())
+        if numbers.get("ranks_agree") is False:
+            reasons.append("the ranks' results differ in some bits")
+        if numbers.get("repeatable") is False:
+            reasons.append("the same inputs gave other bits the second time")
     noises = [noise_module.from_dict(rank["noise"]) for rank in ranks if rank["noise"] is not None]
     values: Row = {
         "order": s.order,
@@ -80,6 +92,8 @@ def row_of(s: PointState, team: Team, *, sync: str, target_ci: float, clock_prob
         "checked": s.checked,
         "wrong_count": wrong if s.checked else None,
         "max_abs_error": _finite(max(errors)) if s.checked else None,
+        "quantised": s.quantised,
+        **numbers,
         "noise": json.dumps(noise_module.record(noises, max(1, s.calls_made))) if noises else "",
         "elapsed_s": s.elapsed_s,
     }
@@ -88,12 +102,46 @@ def row_of(s: PointState, team: Team, *, sync: str, target_ci: float, clock_prob
     return {"point": s.point, "values": values}
 
 
+def _numerics_of_rank(s: PointState) -> Row | None:
+    if s.numerics is None:
+        return None
+    found = s.numerics
+    return {
+        "relative": None if found.relative is None else _finite(found.relative),
+        "ulp": None if found.ulp is None else _finite(found.ulp),
+        "extremes_wrong": found.extremes_wrong,
+        "digests": found.digests,
+        "group": s.place.coordinator.ranks,
+    }
+
+
+def numbers_over_ranks(ranks: Sequence[Row]) -> Row:
+    """The columns of an all-reduce's numbers from what each rank found; {} from none.
+
+    Ranks agree if all of a group have the same bits on random and on extreme inputs (several groups may work at once).
+    """
+    if not ranks:
+        return {}
+    by_group: dict[tuple[int, ...], set[tuple[int, int]]] = {}
+    for rank in ranks:
+        random, _, extreme = rank["digests"]
+        by_group.setdefault(tuple(rank["group"]), set()).add((random, extreme))
+    relative, ulp = ([r[key] for r in ranks if r[key] is not None] for key in ("relative", "ulp"))
+    return {
+        "max_relative_error": max(relative, default=None),
+        "max_ulp_error": max(ulp, default=None),
+        "ranks_agree": all(len(bits) == 1 for bits in by_group.values()),
+        "repeatable": all(r["digests"][0] == r["digests"][1] for r in ranks),
+        "extremes_wrong": sum(r["extremes_wrong"] for r in ranks),
+    }
+
+
 def _times(s: PointState, sync: str, target_ci: float) -> Row:
     latencies = s.all_latencies()
     if not len(latencies):
         return {"n_samples": 0, "target_reached": False}
     interval = median_interval(latencies)
-    synchronised = sync == "window" and s.batch == 1
+    synchronised = sync == "window" and s.batch == 1 and not s.local
     size, kind, n = s.point.size_bytes, s.point.collective, s.point.world_size
     return {
         "n_samples": len(latencies),

@@ -17,17 +17,18 @@ from commbench.errors import BackendUnavailable, CommbenchError, PeerLost
 from commbench.measure import noise as noise_module
 from commbench.measure.buffers import copies_for
 from commbench.measure.host import VISIT_S, HostTiming, Keep
+from commbench.measure.numerics import CALLS, examine
 from commbench.measure.observer import Observer, Observers
-from commbench.measure.offset import agreement
 from commbench.measure.places import Place, Places, buffers_for
 from commbench.measure.point_state import PointState
 from commbench.measure.rows import Row, row_of
 from commbench.measure.settings import Settings
 from commbench.measure.stopping import FEWEST_VISITS, Progress, StoppingRule
-from commbench.measure.team import CAPACITY, PointFailed, Team
+from commbench.measure.team import PointFailed, Team
 from commbench.policy import Policy
 from commbench.types import AUTO, Point
 
+NUMERIC = "all_reduce"  # the collective whose numbers are looked at
 RECOVERY_S = 5.0  # for all ranks to leave a failed point
 INTERLEAVED = 8  # points whose visits alternate
 INTERLEAVED_BYTES = 512 << 20  # buffers that alternating points may hold per rank
@@ -66,7 +67,7 @@ class Meter:
         self._observer = Observers(observers)
         self._clock_s = clock_s
         self._started_s = clock_s()
-        self.clocks = agreement(team)
+        self.clocks = team.compare_clocks()
         # a window needs a core for each rank and one clock for all
         windows = not team.oversubscribed and self.clocks.ok
         self.host = HostTiming(team, settings, windows=windows, keep=keep, observer=self._observer, clock_s=clock_s)
@@ -153,7 +154,7 @@ class Meter:
             if not s.status:
                 self._sample(s, time_cap)
             if s.progress is not None and s.progress.done and not s.status:
-                self._check(s, exact=False)
+                self._last_check(s)
                 s.status = "ok"
             for name, count in coordinator.call_counts().items():
                 s.calls_counted[name] = s.calls_counted.get(name, 0) + count - counts.get(name, 0)
@@ -184,6 +185,8 @@ class Meter:
             s.status, s.reason = "skipped", error.reason
             return
         s.decision = json.dumps(decision.to_dict())
+        if point.collective == NUMERIC:
+            s.quantised = s.buffers[0].quantised = coordinator.backend(decision.picked).quantised
         self._observer.decided(decision.picked)
         self.host.prepare(s, decision.picked)
         for extra in s.buffers[1:]:
@@ -213,6 +216,22 @@ class Meter:
         s.check.add(buffers.check(seed, exact))
         s.checked = s.point.collective != "barrier"
 
+    def _last_check(self, s: PointState) -> None:
+        """After timing: a call on random inputs, and of an all-reduce everything that numerics.py looks at."""
+        if s.point.collective != NUMERIC:
+            self._check(s, exact=False)
+            return
+        self._observer.phase("check")
+        team, seed = self._team, s.seed + (1 << 40)
+        if s.place.takes_part:
+            s.numerics = examine(s.buffers[0], s.calls[0], team.barrier, seed)
+            s.check.add(s.numerics.check)
+        else:
+            for _ in range(CALLS):
+                team.barrier()
+        s.calls_made += CALLS
+        s.checked = True
+
     def _sample(self, s: PointState, time_cap: float) -> None:
         """One visit's block, then rank 0's look at the interval."""
         self._observer.phase("sample")
@@ -226,7 +245,7 @@ class Meter:
             # blocks grow with the total, within one page and the time that is left
             wanted = s.progress.next_n - len(s.all_latencies())
             left = max(VISIT_S, time_cap - s.elapsed_s)
-            next_n = max(2, min(CAPACITY, wanted, int(left / s.each_s)))
+            next_n = max(2, min(self._team.capacity, wanted, int(left / s.each_s)))
         done, n = self._team.from_first(done, next_n)
         if self._team.rank != 0:
             s.progress = Progress(bool(done), False, None, 0)

@@ -1,4 +1,8 @@
-"""The columns of a run, as a public contract. Bump SCHEMA_VERSION when a column changes meaning."""
+"""The columns of a run, as a public contract.
+
+Bump SCHEMA_VERSION when a column changes meaning. A column that is added does not: runs written before it are read
+with nothing in it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ POINT_COLUMNS: dict[str, str] = {
     "placement": "string",
     "sync": "string",  # window | barrier | none
     "loop": "string",  # native | python
-    "timing": "string",  # single | batched (isolated | chained in graphs)
+    "timing": "string",  # single | batched; isolated | chained in graphs
     "oversubscribed": "boolean",
     "shared_device": "boolean",
     "status": "string",
@@ -48,11 +52,19 @@ POINT_COLUMNS: dict[str, str] = {
     "latency_max_s": "Float64",
     "t_win_median_s": "Float64",
     "skew_median_s": "Float64",
+    "enqueue_median_s": "Float64",  # on a device: the host's time to queue a sample's call, or to launch a graph
     "algbw_gb_per_s": "Float64",
     "busbw_gb_per_s": "Float64",
     "checked": "boolean",  # results compared with a reference before and after timing
     "wrong_count": "Int64",
     "max_abs_error": "Float64",
+    # all-reduce only (measure/numerics.py), against the answer in float64
+    "max_relative_error": "Float64",  # |error| over the sum of the inputs' magnitudes
+    "max_ulp_error": "Float64",  # |error| in units in the last place of the right answer; 0.5: correctly rounded
+    "ranks_agree": "boolean",  # every rank got the same bits
+    "repeatable": "boolean",  # the same inputs gave the same bits again
+    "extremes_wrong": "Int64",  # wrong elements among results near both ends of the dtype's range; part of wrong_count
+    "quantised": "string",  # the level at which data travelled (types.QUANTISED); "" where they arrived as they are
     "warmup_iterations": "Int64",
     "noise": "string",  # JSON
     "elapsed_s": "Float64",  # wall time that the point took, all included
