@@ -15,9 +15,29 @@ BACKENDS: dict[str, str] = {
     "shm_oneshot": "commbench.backends.shm:ShmOneShotBackend",
     "shm_twoshot": "commbench.backends.shm:ShmTwoShotBackend",
     "torch_dist": "commbench.backends.torch_dist:TorchDistBackend",
+    "pynccl": "commbench.backends.pynccl:PyNcclBackend",
+    "nccl_symm": "commbench.backends.nccl_symm:NcclSymmBackend",
+    "symm_mem": "commbench.backends.symm_mem:SymmMemBackend",
+    "symm_mem_multimem": "commbench.backends.symm_mem:SymmMemMultimemBackend",
+    "symm_mem_twoshot": "commbench.backends.symm_mem:SymmMemTwoShotBackend",
+    "symm_mem_oneshot": "commbench.backends.symm_mem:SymmMemOneShotBackend",
+    "ca": "commbench.backends.ca:CustomAllReduceBackend",
+    "qr": "commbench.backends.qr:QuickReduceBackend",
+    "pymscclpp": "commbench.backends.pymscclpp:MscclppBackend",
+    "flashinfer": "commbench.backends.flashinfer:FlashInferBackend",
+    "hpu": "commbench.backends.accelerators:HpuBackend",
+    "xpu": "commbench.backends.accelerators:XpuBackend",
+    "npu": "commbench.backends.accelerators:NpuBackend",
     "mpi": "commbench.backends.mpi:MpiBackend",
     "fake": "commbench.backends.fake:FakeBackend",
 }
+
+# Those that have run on the hardware that they are for. The others are tested through their call paths only, against
+# recorders with the providers' published signatures (docs/backends.md).
+HARDWARE_PROVEN: frozenset[str] = frozenset({"shm", "shm_oneshot", "shm_twoshot", "torch_dist", "mpi", "fake"})
+
+# Those whose results can be rounded more coarsely than the dtype: they compare with exact ones only under a mark.
+QUANTISED: frozenset[str] = frozenset({"qr"})
 
 
 def check_backend(name: str) -> str:

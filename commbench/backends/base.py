@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from commbench.errors import BackendUnavailable
+from commbench.errors import BackendUnavailable, PeerLost
 from commbench.types import CallSignature
 
 if TYPE_CHECKING:
@@ -76,26 +76,34 @@ def together(group: Group, backend: str, step: Callable[[], T]) -> list[T]:
     """
     value: T | None = None
     reason = remedy = ""
+    waited = False
     try:
         value = step()
     except BackendUnavailable as error:
         reason, remedy = error.reason, error.remedy
-    except Exception as error:
+    except Exception as error:  # a provider may raise anything; all ranks get to know it
         logger.warning("backend %s failed to set up on rank %d", backend, group.rank, exc_info=True)
         reason = why(error)
-    return compare_notes(group, backend, value, reason, remedy)
+        waited = isinstance(error, TimeoutError | PeerLost)
+    return compare_notes(group, backend, value, reason, remedy, waited=waited)
 
 
-def compare_notes(group: Group, backend: str, value: T | None, reason: str, remedy: str = "") -> list[T]:
-    """Every rank's value; UnavailableTogether where a rank gives a reason ("" for none). Collective."""
+def compare_notes(
+    group: Group, backend: str, value: T | None, reason: str, remedy: str = "", *, waited: bool = False
+) -> list[T]:
+    """Every rank's value; UnavailableTogether where a rank gives a reason ("" for none). Collective.
+
+    waited: the reason is that another rank did not come, which that rank can tell better.
+    """
     import torch.distributed as dist
 
     notes: list[Any] = [None] * group.world_size
-    dist.all_gather_object(notes, (value, reason, remedy), group=group.cpu_group)
-    for rank, (_, text, help_text) in enumerate(notes):
-        if text:
-            everywhere = all(other == text for _, other, _ in notes)
-            raise UnavailableTogether(backend, text if everywhere else f"rank {rank}: {text}", help_text)
+    dist.all_gather_object(notes, (value, reason, remedy, waited), group=group.cpu_group)
+    failed = [(late, rank, text, help_text) for rank, (_, text, help_text, late) in enumerate(notes) if text]
+    if failed:
+        _, rank, text, help_text = min(failed)
+        everywhere = len(failed) == group.world_size and len({f[2] for f in failed}) == 1
+        raise UnavailableTogether(backend, text if everywhere else f"rank {rank}: {text}", help_text)
     return [note[0] for note in notes]
 
 

@@ -63,7 +63,7 @@ def activate(device: torch.device) -> None:
 
 def mark(device: torch.device) -> Any:
     """An event recorded on the current stream; ``query()`` is true when the stream has come there."""
-    event = torch.cuda.Event()
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
 
@@ -76,7 +76,8 @@ def timed(device: torch.device, call: Callable[[], object], iterations: int, lim
     import time
 
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    new_event: Any = torch.cuda.Event
+    start, end = new_event(enable_timing=True), new_event(enable_timing=True)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         start.record(stream)
@@ -98,6 +99,20 @@ def has_multicast(device: torch.device) -> bool:
 
     index = device.index if device.index is not None else torch.cuda.current_device()
     return bool(_SymmetricMemory.has_multicast_support(DeviceType.CUDA, index))
+
+
+class _Memory:
+    """Device memory that torch did not allocate, as it asks for it."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
+def at_address(address: int, size_bytes: int, device: torch.device) -> torch.Tensor:
+    """A uint8 tensor over device memory; whoever allocated it keeps it until the tensor is gone."""
+    return torch.as_tensor(_Memory(address, size_bytes), device=device)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

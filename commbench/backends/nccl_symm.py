@@ -1,0 +1,151 @@
+"""NCCL on symmetric memory: buffers that all ranks register as a window, for which NCCL has faster kernels.
+
+A tensor that does not lie in the window is copied into it and back. The window grows as calls need it, up to
+COMMBENCH_NCCL_SYMM_MAX_BYTES (256MiB). Which kernel runs is NCCL's own choice. NOT RUN ON HARDWARE.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from commbench.backends import device as devices
+from commbench.backends.base import Availability, Group, together
+from commbench.backends.pynccl import DTYPE_CODES, OP_CODES, OPTIONAL, PyNcclBackend, version_text
+from commbench.backends.staging import Staging, bytes_from_environment
+from commbench.errors import BackendUnavailable, CollectiveError
+from commbench.types import CallSignature
+from commbench.units import format_size
+
+MAX_BYTES_VARIABLE = "COMMBENCH_NCCL_SYMM_MAX_BYTES"
+DEFAULT_MAX_BYTES = 256 << 20
+LEAST_VERSION = 22703  # the first release with windows whose symmetric kernels engines use
+COLL_SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC of nccl.h
+
+
+class NcclSymmBackend(PyNcclBackend):
+    """``ncclAllReduce`` in a window of symmetric memory."""
+
+    name = "nccl_symm"
+    collectives = frozenset({"all_reduce"})
+
+    def __init__(self, group: Group) -> None:
+        together(group, self.name, lambda: _check(group))
+        super().__init__(group)
+        self.max_bytes = min(
+            together(group, self.name, lambda: bytes_from_environment(self.name, MAX_BYTES_VARIABLE, DEFAULT_MAX_BYTES))
+        )
+        self._windows: list[tuple[int, ctypes.c_void_p]] = []  # address, ncclWindow_t
+        self._buffer = Staging(self.name, self.max_bytes, self._make)
+        self.provider += ", symmetric windows"
+
+    @classmethod
+    def availability(cls, device: str) -> Availability:
+        problem = devices.missing(device, "cuda")
+        if problem is not None:
+            return Availability(False, *problem)
+        found = super().availability(device)
+        if not found.ok:
+            return found
+        library = cls.find()
+        lacking = [name for name in OPTIONAL if not hasattr(library, name)]
+        have = found.provider.rpartition(" ")[2]
+        if lacking or tuple(map(int, have.split("."))) < (2, 27, 3):
+            return Availability(
+                False,
+                f"NCCL {have} has no symmetric windows, {version_text(LEAST_VERSION)} has",
+                "install a newer torch",
+            )
+        return Availability(True, provider=f"{found.provider}, symmetric windows")
+
+    def declines(self, call: CallSignature) -> str | None:
+        refused = super().declines(call)
+        if refused is not None:
+            return refused
+        if call.size_bytes == 0:
+            return "the tensor is empty"
+        if call.size_bytes > self.max_bytes:
+            return (
+                f"{format_size(call.size_bytes)} exceed the cap of {format_size(self.max_bytes)} ({MAX_BYTES_VARIABLE})"
+            )
+        return None
+
+    # ---- the window -------------------------------------------------------------------------------------------
+
+    def _make(self, size_bytes: int) -> torch.Tensor:
+        address = together(self.group, self.name, lambda: self._allocate(size_bytes))[self.group.rank]
+        window = ctypes.c_void_p()
+        # NCCL's ranks meet in here, as in the set-up of the communicator
+        code = self._library.ncclCommWindowRegister(
+            self._handle, address, size_bytes, ctypes.byref(window), COLL_SYMMETRIC
+        )
+        together(self.group, self.name, lambda: self._registered(code, window))
+        self._windows.append((address, window))
+        return devices.at_address(address, size_bytes, self.group.device)
+
+    def _allocate(self, size_bytes: int) -> int:
+        memory = ctypes.c_void_p()
+        code = self._library.ncclMemAlloc(ctypes.byref(memory), size_bytes)
+        if code:
+            raise BackendUnavailable(self.name, f"ncclMemAlloc of {format_size(size_bytes)} failed ({code})")
+        return int(memory.value or 0)
+
+    def _registered(self, code: int, window: ctypes.c_void_p) -> None:
+        try:
+            self._done(code, "ncclCommWindowRegister")
+        except CollectiveError as error:
+            raise BackendUnavailable(self.name, str(error)) from error
+        if not window.value:
+            raise BackendUnavailable(
+                self.name,
+                "NCCL gave no window for the memory",
+                "it needs NVLink between the ranks and NCCL_CUMEM_ENABLE=1",
+            )
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the window that is in use."""
+        first = self._windows[-1][0]
+        return first <= tensor.data_ptr() < first + self._buffer.size_bytes
+
+    # ---- calls ------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
+        if self.holds(input) and self.holds(output):
+            super().all_reduce(input, output, op)
+            return
+        self.calls += 1
+        shared = self._buffer.like(input)
+        shared.copy_(input)
+        address = shared.data_ptr()
+        code = self._all_reduce(
+            address, address, input.numel(), DTYPE_CODES[input.dtype], OP_CODES[op], self._handle, self._stream()
+        )
+        if code:
+            self._done(code, "ncclAllReduce")
+        output.copy_(shared if output.shape == input.shape else shared.view(output.shape))
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        self._buffer.reserve(self.max_bytes)  # a capture can neither allocate nor meet the other ranks
+        yield
+
+    def close(self) -> None:
+        self._buffer.release()
+        for _, window in self._windows:
+            if self._handle:
+                self._library.ncclCommWindowDeregister(self._handle, window)
+        super().close()
+        for address, _ in self._windows:
+            self._library.ncclMemFree(address)
+        self._windows.clear()
+
+
+def _check(group: Group) -> None:
+    if not group.one_host:
+        raise BackendUnavailable("nccl_symm", "nothing has proven that all ranks share one host")
+    if os.environ.get("NCCL_CUMEM_ENABLE", "") == "0":
+        raise BackendUnavailable("nccl_symm", "NCCL_CUMEM_ENABLE=0 turns symmetric memory off", "unset it")
