@@ -3,6 +3,7 @@ processes."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import re
@@ -10,34 +11,55 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from commbench.errors import LaunchError
+from commbench.errors import LaunchError, StoreError
 from commbench.harness import mpirun as mpi
+from commbench.harness.heartbeat import STORE_LOST, VARIABLE, VISITING, Page, Pulse
 from commbench.harness.launchers import Program, environment_of, launch_command, launcher_facts, printable
 from commbench.harness.rank import log_path
+from commbench.harness.stacks import collect, first_stopped, write_report
+from commbench.harness.supervisor import (
+    DEAD_GRACE_S,
+    TERM_GRACE_S,
+    Limits,
+    Trouble,
+    Watchdog,
+    end_job,
+    is_alive,
+    kill_job,
+    kills_for_memory,
+    stopping,
+)
+from commbench.harness.work import remove_work, write_work
+from commbench.measure.settings import CAPACITY
 from commbench.store import schema
 from commbench.store.run import Plan, PointLog, open_run, row_of, update_manifest
 from commbench.types import Point
+from commbench.units import format_size
 
 PROGRESS = "progress.jsonl"
 POLL_S = 0.2
-GRACE_S = 5.0  # between asking a job to end and ending it
-MOST_DEATHS = 3  # launches that may die one after the other without finishing a point
+MOST_DEATHS = 3  # jobs of a launch that may die one after the other, between points and without finishing one
+MOST_JOBS_ENDED = 2  # by one point, before it is left out
 _PR_SET_PDEATHSIG = 1
 
 Event = Mapping[str, Any]
 
 
 @dataclass(slots=True)
-class _Tail:
-    """New whole lines of a growing JSONL file."""
+class Tail:
+    """New whole lines of a growing JSONL file. A line that a killed writer left unfinished is passed over."""
 
     path: Path
     offset: int = 0
+
+    def skip(self) -> None:
+        """Pass over what is there already."""
+        self.offset = self.path.stat().st_size if self.path.exists() else 0
 
     def read(self) -> Iterator[dict[str, Any]]:
         try:
@@ -50,22 +72,36 @@ class _Tail:
         if newline:
             self.offset += len(whole) + 1
             for line in whole.splitlines():
-                yield json.loads(line)
+                with contextlib.suppress(ValueError):
+                    record = json.loads(line)
+                    if isinstance(record, dict):
+                        yield record
 
 
 @dataclass(slots=True)
 class Launch:
-    """One torchrun job while it runs, and what it told."""
+    """One job of a launch while it runs, and what it told."""
 
     directory: Path
     index: int
     ranks: int
+    points: Mapping[int, Point]  # by their places in this launch's order
     program: Program = field(default_factory=Program)
+    limits: Limits = field(default_factory=Limits)
+    max_time_per_point_s: float = 1.0
+    already_s: float = 0.0  # what earlier jobs of this launch have taken of its time
     ready: dict[str, Any] = field(default_factory=dict)
+    startup_s: float | None = None
     visiting: dict[str, Any] = field(default_factory=dict)
     canaries: dict[str, dict[str, float]] = field(default_factory=dict)  # start, end → canary → seconds
     finished: int = 0
     done: bool = False
+    lasted_s: float = 0.0
+    trouble: Trouble | None = None
+    pulses: list[Pulse] = field(default_factory=list)
+    stopped: tuple[int | None, str] | None = None  # the rank that stopped first, and what tells; after a hang
+    report: Path | None = None  # where the stacks are
+    out_of_memory: bool = False
 
     @property
     def _log(self) -> Path:
@@ -74,40 +110,73 @@ class Launch:
     def run(self, on_event: Callable[[Event], None]) -> int:
         """Run the job to its end and give its exit status. On any exception no process of it is left."""
         command = launch_command(self.directory, self.index, self.ranks, self.program)
-        log = self._log
-        tail = _Tail(self.directory / PROGRESS)
-        for _ in tail.read():  # earlier launches' lines
-            pass
-        libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-        def tied_to_parent() -> None:
-            if libc is not None:
-                libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-        with log.open("ab") as stream:
-            job = subprocess.Popen(
-                command,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=environment_of(self.program),
-                start_new_session=True,  # Ctrl-C reaches the command that watches, which then ends the job
-                preexec_fn=tied_to_parent,
-            )
+        tail = Tail(self.directory / PROGRESS)
+        tail.skip()  # earlier launches' lines
+        page = Page.create(self.ranks, CAPACITY)
+        kills_before = kills_for_memory()
+        started = time.monotonic()
+        limits = self.limits
+        if limits.launch_s is not None:
+            limits = replace(limits, launch_s=max(0.0, limits.launch_s - self.already_s))
+        dog = Watchdog(limits, self.ranks, self.points, self.max_time_per_point_s)
         try:
+            with self._log.open("ab") as stream:
+                job = subprocess.Popen(
+                    command,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    env={**environment_of(self.program), VARIABLE: page.path},
+                    start_new_session=True,  # Ctrl-C reaches the command that watches, which then ends the job
+                    preexec_fn=_tied_to_parent(),
+                )
+        except BaseException:
+            page.close()
+            raise
+
+        def at_once() -> None:
+            page.refuse()
+            kill_job(job, page.pulses())
+
+        stopping.at_once.append(at_once)
+        try:
+            dead_since: float | None = None
             while True:
                 code = job.poll()
                 for event in tail.read():
+                    if event.get("event") == "ready" and event.get("launch") == self.index and self.startup_s is None:
+                        self.startup_s = time.monotonic() - started
                     self._note(event)
                     on_event(event)
+                self.pulses = page.pulses()
                 if code is not None:
                     return code
+                now = time.monotonic()
+                trouble = dog.look(self.pulses, now, is_alive)
+                self.lasted_s = dog.lasted_s
+                if trouble is not None and self.trouble is None:
+                    self.trouble = trouble
+                    self._tell("trouble", kind=trouble.kind, text=trouble.text, ranks=trouble.ranks)
+                if trouble is not None and trouble.kind == "dead":
+                    dead_since = dead_since or now
+                if trouble is not None and (trouble.kind != "dead" or now - (dead_since or now) > DEAD_GRACE_S):
+                    if trouble.kind in ("hang", "start", "launch"):
+                        self._look_at_stacks(trouble)
+                    end_job(job, page.pulses())
+                    continue
                 time.sleep(POLL_S)
         finally:
-            _end(job)
+            page.refuse()
+            end_job(job, page.pulses(), grace_s=0.0 if stopping.hurried else TERM_GRACE_S)
+            self.out_of_memory = kills_for_memory() > kills_before
+            self.pulses = page.pulses()
+            stopping.at_once.remove(at_once)
+            page.close()
 
     def _note(self, event: Event) -> None:
-        match event["event"]:
+        if event.get("launch") != self.index:
+            return
+        match event.get("event"):
             case "ready":
                 self.ready = {k: v for k, v in event.items() if k not in ("event", "launch")}
             case "visit":
@@ -120,12 +189,93 @@ class Launch:
             case "done":
                 self.done = True
 
+    def _tell(self, event: str, **facts: Any) -> None:
+        """A line of the watching command's own among those of rank 0."""
+        record = {"time_s": time.time(), "launch": self.index, "event": event, **facts}
+        with (self.directory / PROGRESS).open("a") as stream:
+            stream.write(json.dumps(record) + "\n")
+
+    def _look_at_stacks(self, trouble: Trouble) -> None:
+        """Stacks of all ranks, before the job is ended, into a file of their own."""
+        states = collect(self.directory, self.index, self.pulses)
+        self.stopped = first_stopped(states)
+        self.pulses = [s.pulse for s in states]
+        folder = self.directory / schema.LOGS_DIR
+        number = len(list(folder.glob(f"launch-{self.index}.stacks-*.txt")))
+        self.report = folder / f"launch-{self.index}.stacks-{number}.txt"
+        write_report(self.report, f"launch {self.index}: {trouble.text}; {self._who_stopped()}", states)
+
+    # ---- why it ended -------------------------------------------------------------------------------------
+
+    @property
+    def order(self) -> int | None:
+        """Place of the point that was being visited when the job ended; None between points."""
+        if self.trouble is not None and self.trouble.order is not None:
+            return self.trouble.order
+        if not self.pulses:  # ranks that this host does not see
+            order = self.visiting.get("order")
+            return None if order is None else int(order)
+        first = self.pulses[0]
+        return first.order if first.stage == VISITING else None
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether the point had no answer in time, and no rank had said why."""
+        return self.trouble is not None and self.trouble.kind == "hang" and not self._errors
+
+    @property
+    def launcher_killed(self) -> bool:
+        """Whether the launcher itself was killed, and nothing that its ranks did was the reason."""
+        return self.trouble is None and not self._errors
+
+    @property
+    def store_lost(self) -> str:
+        """What a rank said when it could not write the run directory any more; "" when none did."""
+        return next((p.error for p in self.pulses if p.error_kind == STORE_LOST), "")
+
+    @property
+    def _errors(self) -> list[tuple[int, int, str]]:
+        """What ranks said of their ends, the first one first: monotonic time, rank, words."""
+        return sorted((p.error_ns, p.rank, p.error) for p in self.pulses if p.error)
+
+    def _who_stopped(self) -> str:
+        """The rank that stopped first, with what it was doing."""
+        rank, why = self.stopped or (None, "")
+        pulse = next((p for p in self.pulses if p.rank == rank), self.pulses[0] if self.pulses else None)
+        if pulse is None:
+            return why
+        where = pulse.where()
+        point = None if pulse.order is None or pulse.stage != VISITING else self.points.get(pulse.order)
+        if point is not None:
+            backend = pulse.picked or point.backend
+            where += (
+                f" of {point.collective}{f' {point.op}' if point.op else ''}, {format_size(point.size_bytes)}"
+                f"{f' {point.dtype}' if point.dtype else ''}, backend {backend}"
+            )
+        if rank is None:
+            return f"{why} ({where})"
+        return f"rank {rank} stopped first, in {where}: {why}"
+
     def failure(self) -> str:
-        """Why the job died, in one line: the error of the rank that failed first, or the signal that ended it."""
+        """Why the job ended, in one line: who stopped, the error of the rank that failed first, or the signal that
+        ended it."""
+        if self.trouble is not None and self.trouble.kind != "dead":
+            parts = [_by_rank(rank, text) for _, rank, text in self._errors[:1]] + [self.trouble.text]
+            if self.stopped is not None:
+                parts.append(self._who_stopped())
+            if self.report is not None:
+                parts.append(f"stacks: {schema.LOGS_DIR}/{self.report.name}")
+            return "; ".join(parts)
         told = _text(self._log)
         cause = mpi.cause(told) if self.program.launcher == "mpirun" else _torchrun_cause(told)
         if cause is not None and cause[1] < 0:
-            return f"rank {cause[0]} was killed by {signal.Signals(-cause[1]).name}"
+            text = f"rank {cause[0]} was killed by {signal.Signals(-cause[1]).name}"
+            if cause[1] == -signal.SIGKILL and self.out_of_memory:
+                text += ": the kernel ran out of memory"
+            return text
+        if self._errors:
+            _, rank, message = self._errors[0]
+            return _by_rank(rank, message)
         for rank in [cause[0]] if cause is not None else range(self.ranks):
             lines = [line for line in _text(log_path(self.directory, self.index, rank)).splitlines() if line.strip()]
             if lines:
@@ -133,9 +283,26 @@ class Launch:
                 message = re.sub(
                     r"^(commbench\.errors\.)?(PeerLost|PointFailed|CommbenchError): ", "", lines[-1].strip()
                 )
-                return message if message.startswith(f"rank {rank}: ") else f"rank {rank}: {message}"
+                return _by_rank(rank, message)
+        if self.trouble is not None:
+            return self.trouble.text
         last = [line for line in told.splitlines() if line.strip()]
         return last[-1].strip() if last else "the job ended without a word"
+
+
+def _by_rank(rank: int, message: str) -> str:
+    return message if re.match(r"rank \d+\b", message) else f"rank {rank}: {message}"
+
+
+def _tied_to_parent() -> Callable[[], None]:
+    """For the new process: end with the one that started it."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def tied() -> None:
+        if libc is not None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    return tied
 
 
 def _torchrun_cause(log: str) -> tuple[int, int] | None:
@@ -148,68 +315,125 @@ def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def _end(job: subprocess.Popen[bytes]) -> None:
-    """End the job and, through its parent-death signal, its ranks."""
-    if job.poll() is not None:
-        return
-    job.terminate()
-    try:
-        job.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        job.kill()
-        job.wait()
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Points to measure although they have rows: (launch, point id) pairs whose rows stand before ``offset`` in
+    points.jsonl. A row behind it is the repetition's."""
+
+    pairs: frozenset[tuple[int, str]] = frozenset()
+    offset: int = 0
+
+
+NOTHING_AGAIN = Again()
+
+
+def left_over(
+    directory: Path, index: int, ordered: Sequence[tuple[int, Point]], again: Again = NOTHING_AGAIN
+) -> list[int]:
+    """Places of a launch's points that have no result, or whose result is to be repeated."""
+    run = open_run(directory)
+    wanted = {point for launch, point in again.pairs if launch == index}
+    done = {row.get("point_id") for row in run.rows() if row.get("launch") == index}
+    if wanted:
+        new = {row.get("point_id") for row in run.rows(again.offset) if row.get("launch") == index}
+        done -= wanted - new
+    return [order for order, point in ordered if point.point_id not in done]
 
 
 def run_launch(
-    directory: Path, index: int, ranks: int, on_event: Callable[[Event], None], program: Program | None = None
+    directory: Path,
+    index: int,
+    ranks: int,
+    on_event: Callable[[Event], None],
+    program: Program | None = None,
+    *,
+    limits: Limits | None = None,
+    again: Again = NOTHING_AGAIN,
 ) -> dict[str, Any]:
-    """Measure all points of the plan in one launch, starting again past a point that kills the job.
+    """Measure all points of the plan that have no result in this launch, starting again past a point that ends the job.
 
-    Such a point is recorded as failed with the reason. Gives the launch's record for the manifest. Raises LaunchError
-    when the job cannot start, with the ranks' own error, or dies again and again.
+    Such a point is recorded as failed, or as timeout when the job hung, with the reason. A point that has ended two
+    jobs of this run is not tried again: it is recorded with that reason, unless ``again`` names it. Gives the launch's
+    record for the manifest.
+
+    Raises LaunchError when the job cannot start, with the ranks' own error, when it dies again and again between
+    points, or when the launch takes longer than its limit; StoreError when the ranks cannot write their results.
     """
-    from commbench.store.samples import to_parquet  # numpy, which `sweep --dry-run` does without
+    from commbench.harness.order import shuffled
 
-    started = time.time()
     plan = Plan.load(directory)
-    program = program or Program()
-    deaths = 0
+    program, limits = program or Program(), limits or Limits()
+    ordered = shuffled(plan.points, int(plan.settings["seed"]), index)
+    points = dict(ordered)
+    manifest = open_run(directory).manifest
+    before: dict[str, Any] = next((r for r in manifest.get("launches", []) if r["launch"] == index), {})
     record: dict[str, Any] = {
+        "started_s": time.time(),
+        "deaths": [],
+        "ended_by": [],
+        **before,
         "launch": index,
         "command": printable(launch_command(directory, index, ranks, program)),
         **launcher_facts(ranks, program),
-        "started_s": started,
-        "deaths": [],
     }
+    _refuse_deadly(directory, index, points, manifest, again)
+    work = left_over(directory, index, ordered, again)
+    deaths, lasted = 0, 0.0
     try:
-        while True:
-            launch = Launch(directory, index, ranks, program)
+        while work:
+            write_work(directory, index, work)
+            launch = Launch(
+                directory, index, ranks, points, program, limits,
+                float(plan.settings.get("max_time_per_point_s", 1.0)), lasted,
+            )  # fmt: skip
             code = launch.run(on_event)
+            lasted += launch.lasted_s
             record.update({k: v for k, v in launch.ready.items() if k not in ("time_s", "rank_facts")}, exit_code=code)
             if launch.ready:
-                record.setdefault("startup_s", launch.ready["time_s"] - started)
+                record.setdefault("startup_s", launch.startup_s)
+                record.setdefault("startups_s", []).append(launch.startup_s)
                 _keep_rank_facts(directory, launch.ready["rank_facts"])
             record["canaries"] = {**record.get("canaries", {}), **launch.canaries}
-            if code == 0 and launch.done:
+            if launch.done and (code == 0 or (launch.trouble is not None and launch.trouble.kind == "linger")):
                 return record
+            if launch.store_lost:
+                raise StoreError(launch.store_lost)
             why = launch.failure()
             record["deaths"].append(why)
             if not launch.ready:
                 raise LaunchError(
                     f"launch {index} could not start: {why}; the ranks' output is in {directory / schema.LOGS_DIR}"
                 )
-            deaths = 1 if launch.finished else deaths + 1
-            _blame(directory, index, plan, launch, why)
+            if launch.trouble is not None and launch.trouble.kind == "launch":
+                left = len(left_over(directory, index, ordered, again))
+                raise LaunchError(
+                    f"launch {index}: {why}; {left} points have no result: sweep --resume goes on with them"
+                )
+            blamed = (
+                None if code < 0 and launch.launcher_killed else _blame(directory, index, points, launch, why, work)
+            )
+            if blamed is not None:
+                record["ended_by"].append(blamed)
+            deaths = 1 if launch.finished or blamed is not None else deaths + 1
             if deaths >= MOST_DEATHS:
                 raise LaunchError(
                     f"launch {index} died {deaths} times running: {why}; see {directory / schema.LOGS_DIR}"
                 )
+            work = left_over(directory, index, ordered, again)
+        return record
     finally:
         record["ended_s"] = time.time()
-        to_parquet(directory, index)
-        manifest = open_run(directory).manifest
-        others = [r for r in manifest.get("launches", []) if r["launch"] != index]
-        update_manifest(directory, launches=[*others, record])
+        if not stopping.hurried:
+            _close_launch(directory, index, record)
+
+
+def _close_launch(directory: Path, index: int, record: dict[str, Any]) -> None:
+    from commbench.store.samples import to_parquet  # numpy, which `sweep --dry-run` does without
+
+    remove_work(directory)
+    others = [r for r in open_run(directory).manifest.get("launches", []) if r["launch"] != index]
+    update_manifest(directory, launches=sorted([*others, record], key=lambda r: int(r["launch"])))
+    to_parquet(directory, index)
 
 
 def _keep_rank_facts(directory: Path, facts: dict[str, Any]) -> None:
@@ -218,17 +442,42 @@ def _keep_rank_facts(directory: Path, facts: dict[str, Any]) -> None:
     update_manifest(directory, fingerprint={**fingerprint, "rank": facts})
 
 
-def _blame(directory: Path, index: int, plan: Plan, launch: Launch, why: str) -> None:
-    """Record the point that was being visited when the job died."""
-    order = launch.visiting.get("order")
-    if order is None:
-        return
-    from commbench.harness.order import shuffled
+def _blame(
+    directory: Path, index: int, points: Mapping[int, Point], launch: Launch, why: str, work: Collection[int]
+) -> dict[str, Any] | None:
+    """Record the point that was being visited when the job ended; None when it was between points."""
+    order = launch.order
+    if order is None or order not in work:
+        return None
+    status = "timeout" if launch.timed_out else "failed"
+    pulse = next((p for p in launch.pulses if p.order == order), None)
+    picked = "" if pulse is None else pulse.picked
+    _append(directory, index, order, points[order], status=status, reason=why, backend_picked=picked)
+    return {"point_id": points[order].point_id, "status": status, "reason": why}
 
-    points: dict[int, Point] = dict(shuffled(plan.points, int(plan.settings["seed"]), index))
+
+def _refuse_deadly(
+    directory: Path, index: int, points: Mapping[int, Point], manifest: Mapping[str, Any], again: Again
+) -> None:
+    """Record the points that have ended two jobs already, so that this launch leaves them out."""
+    ended: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    for record in manifest.get("launches", []):
+        for death in record.get("ended_by", []):
+            ended.setdefault(death["point_id"], []).append((record["launch"], death))
+    have = {row.get("point_id") for row in open_run(directory).rows() if row.get("launch") == index}
+    for order, point in points.items():
+        deaths = ended.get(point.point_id, [])
+        if len(deaths) < MOST_JOBS_ENDED or point.point_id in have or (index, point.point_id) in again.pairs:
+            continue
+        launches = " and ".join(str(launch) for launch in sorted({launch for launch, _ in deaths}))
+        last = deaths[-1][1]
+        why = f"not tried again: it ended {len(deaths)} jobs, in launch {launches} ({last['reason']})"
+        _append(directory, index, order, point, status=last["status"], reason=why)
+
+
+def _append(directory: Path, index: int, order: int, point: Point, **values: Any) -> None:
     log = PointLog(directory)
     try:
-        values = {"run_id": directory.name, "launch": index, "order": order, "status": "failed", "reason": why}
-        log.append(row_of(points[order], values))
+        log.append(row_of(point, {"run_id": directory.name, "launch": index, "order": order, **values}))
     finally:
         log.close()

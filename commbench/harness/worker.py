@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import datetime
 import json
 import os
-import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,27 +23,28 @@ from commbench.coordinator.hints import Hints
 from commbench.coordinator.layouts import parallel_layout
 from commbench.coordinator.setup import backends_of
 from commbench.coordinator.world import local_platform, new_group, world_group
+from commbench.errors import CommbenchError
 from commbench.harness.fingerprint import rank_facts
+from commbench.harness.heartbeat import BETWEEN, CALIBRATING, DONE, FINISHING, JOINING, STORE_LOST, Heartbeat
 from commbench.harness.launch import PROGRESS
 from commbench.harness.order import shuffled
+from commbench.harness.work import read_work
 from commbench.measure import canary
+from commbench.measure.loop import Block
 from commbench.measure.places import Place
 from commbench.measure.session import Meter
 from commbench.measure.settings import Settings
-from commbench.measure.team import Team
+from commbench.measure.team_hosts import form_team, is_oversubscribed, machine_of_this_process
 from commbench.policy import load_policy
 from commbench.store.run import Plan, PointLog, open_run, row_of
 from commbench.store.samples import SampleLog
 from commbench.types import Point
 
-COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
-_PR_SET_PDEATHSIG = 1
+LEAST_PATIENCE_S = 60.0  # that ranks wait for each other, at least, before they give up by themselves
 
 
-def die_with_parent() -> None:
-    """Ask Linux to end this process when its parent ends, so that no rank outlives its launcher."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+class RecordLost(Exception):
+    """The run directory cannot be written any more. Ends the launch: no later point could be kept either."""
 
 
 class Objects:
@@ -59,17 +59,39 @@ class Objects:
         return values
 
 
-class Teller:
-    """Rank 0's line to the watching command."""
+class Recorder:
+    """Rank 0's hand on the run directory: rows, raw samples, and a line to the watching command.
+
+    Every method raises RecordLost when the directory cannot be written (any more).
+    """
 
     def __init__(self, directory: Path, launch: int) -> None:
-        self._stream = (directory / PROGRESS).open("a")
-        self._launch = launch
+        self._directory, self._launch = directory, launch
+        with self._writing():
+            self._samples, self._log = SampleLog(directory, launch), PointLog(directory)
+            self._stream = (directory / PROGRESS).open("a")
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RecordLost(f"{self._directory} cannot be written: {error.strerror or error}") from error
 
     def tell(self, event: str, **facts: Any) -> None:
         record = {"time_s": time.time(), "launch": self._launch, "event": event, **facts}
-        self._stream.write(json.dumps(record) + "\n")
-        self._stream.flush()
+        with self._writing():
+            self._stream.write(json.dumps(record) + "\n")
+            self._stream.flush()
+
+    def keep(self, *block: Any) -> None:
+        """``SampleLog.append``."""
+        with self._writing():
+            self._samples.append(*block)
+
+    def append(self, point: Point, values: dict[str, Any]) -> None:
+        with self._writing():
+            self._log.append(row_of(point, {"run_id": self._directory.name, "launch": self._launch, **values}))
 
 
 def last_level_cache_bytes() -> int:
@@ -88,7 +110,9 @@ def _hints(points: Sequence[Point], kind: str) -> Hints:
     return Hints(message_queue=wanted)
 
 
-def _places(world: GroupCoordinator, points: Sequence[Point], settings: Settings) -> dict[str, Place]:
+def _places(
+    world: GroupCoordinator, points: Sequence[Point], settings: Settings, timeout: datetime.timedelta
+) -> dict[str, Place]:
     """Where this rank works in the points of each group. Collective: every rank has the same points."""
     layout = parallel_layout(world.world_size, settings.tp or world.world_size, settings.ep, settings.pp)
     coordinators = {"world": world}
@@ -96,7 +120,7 @@ def _places(world: GroupCoordinator, points: Sequence[Point], settings: Settings
 
     def make(ranks: Sequence[Sequence[int]], kind: str, hints: Hints) -> GroupCoordinator:
         backend = dist.get_backend(world.device_group)
-        group = new_group(ranks, kind, world.device, backend, COLLECTIVE_TIMEOUT)
+        group = new_group(ranks, kind, world.device, backend, timeout)
         platform = replace(world.platform, group=kind)
         return GroupCoordinator(
             group, world.policy, platform, backends=list(world.usable), hints=hints, owns_process_groups=True
@@ -117,14 +141,27 @@ def _places(world: GroupCoordinator, points: Sequence[Point], settings: Settings
     return places
 
 
+def _left(directory: Path, launch: int, ordered: Sequence[tuple[int, Point]]) -> list[int]:
+    """Places of the points to measure: what the watching command wrote, or else those without a row."""
+    told = read_work(directory, launch)
+    if told is not None:
+        return told
+    done = {row["point_id"] for row in open_run(directory).rows() if row["launch"] == launch}
+    return [order for order, point in ordered if point.point_id not in done]
+
+
 def _own_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
-def main(directory: Path, launch: int) -> None:
-    die_with_parent()
+def main(directory: Path, launch: int, heartbeat: Heartbeat | None = None) -> None:
+    def stage(stage: int) -> None:
+        if heartbeat is not None:
+            heartbeat.stage(stage)
+
+    stage(JOINING)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     plan = Plan.load(directory)
     settings = Settings.from_dict(plan.settings)
@@ -133,7 +170,8 @@ def main(directory: Path, launch: int) -> None:
     if settings.device != "cpu":
         device = torch.device(settings.device, int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    group: Group = world_group(device, COLLECTIVE_TIMEOUT)
+    timeout = datetime.timedelta(seconds=max(LEAST_PATIENCE_S, settings.patience_s))
+    group: Group = world_group(device, timeout)
     policies = {name: load_policy(name) for name in sorted({p.policy for p in plan.points})}
     # every policy finds its backends set up
     backends = [*settings.backends, *(b for p in policies.values() for b in backends_of(p, settings.device))]
@@ -143,9 +181,17 @@ def main(directory: Path, launch: int) -> None:
     )
     places = _places(coordinator, plan.points, settings, timeout)
     objects = Objects(group.cpu_group)
-    # a launcher may pin each rank to a core of its own: what counts is what they have together
-    cores = len({core for rank_cores in objects.all_gather(_own_cores()) for core in rank_cores})
-    team = PageTeam.form(rank, size, objects, oversubscribed=size > cores)
+    # a launcher may pin each rank to a core of its own: what counts is what those of a machine have together
+    machines = objects.all_gather((machine_of_this_process(), _own_cores()))
+    cores = len({(machine, core) for machine, own in machines for core in own})
+    team = form_team(
+        rank,
+        size,
+        objects,
+        one_host=group.one_host,
+        oversubscribed=is_oversubscribed(machines),
+        new_group=lambda: dist.new_group(list(range(size)), backend="gloo", timeout=timeout),
+    )
 
     # rank 0 knows what has no result yet: the others may not see the run directory
     ordered = shuffled(plan.points, settings.seed, launch)
@@ -166,7 +212,7 @@ def main(directory: Path, launch: int) -> None:
         observers=[] if heartbeat is None else [heartbeat],
     )
     if heartbeat is not None:
-        meter.host.write_times_to(Block(CAPACITY, heartbeat.room))
+        meter.host.write_times_to(Block(heartbeat.capacity, heartbeat.room))
     skew_p50_s, skew_p99_s, missed = meter.host.start_skew_s()
     known_answers = meter.host.known_answers()
     if recorder is not None:
@@ -193,18 +239,18 @@ def main(directory: Path, launch: int) -> None:
             last_level_cache_bytes=last_level_cache_bytes(),
         )
     canaries = canary.take(team)
-    if rank == 0:
-        teller.tell("canaries", when="start", **canaries)
-    run_id = directory.name
+    if recorder is not None:
+        recorder.tell("canaries", when="start", **canaries)
+    stage(BETWEEN)
     for row in meter.measure(points):
-        if rank == 0:
-            values = {"run_id": run_id, "launch": launch, **row["values"]}
-            log.append(row_of(row["point"], values))
-            teller.tell("point", order=values["order"], status=values["status"])
+        if recorder is not None:
+            recorder.append(row["point"], row["values"])
+            recorder.tell("point", order=row["values"]["order"], status=row["values"]["status"])
+    stage(FINISHING)
     canaries = canary.take(team)
-    if rank == 0:
-        teller.tell("canaries", when="end", **canaries)
-        teller.tell("done")
+    if recorder is not None:
+        recorder.tell("canaries", when="end", **canaries)
+        recorder.tell("done")
     team.barrier()
     for place in places.values():
         for made in (place.halves, place.coordinator):
@@ -213,14 +259,20 @@ def main(directory: Path, launch: int) -> None:
     coordinator.destroy()
     team.close()
     dist.destroy_process_group()
+    stage(DONE)
 
 
-def run(directory: Path, launch: int) -> None:
+def run(directory: Path, launch: int, heartbeat: Heartbeat | None = None) -> None:
     """``main``, and on any failure a traceback in this rank's log and an exit that waits for no peer."""
     try:
-        main(directory, launch)
-    except BaseException:  # noqa: BLE001 - whatever ends a rank belongs in its log
-        traceback.print_exc()
-        sys.stderr.flush()
+        main(directory, launch, heartbeat)
+    except BaseException as error:  # noqa: BLE001 - whatever ends a rank belongs in its log
+        if heartbeat is not None:
+            name = "" if isinstance(error, CommbenchError | RecordLost) else f"{type(error).__name__}: "
+            said = str(error).strip().splitlines()
+            heartbeat.fail(name + (said[0] if said else ""), STORE_LOST if isinstance(error, RecordLost) else 0)
+        with contextlib.suppress(OSError):  # a full disk has no room for it, and the heartbeat has it already
+            traceback.print_exc()
+            sys.stderr.flush()
         # peers may be waiting in a collective, and torch's own teardown would wait for them
         os._exit(1)

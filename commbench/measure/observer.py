@@ -45,6 +45,9 @@ class Observer:
     def phase(self, name: str) -> None:
         """A phase of PHASES begins; the one before it is over."""
 
+    def failed(self, reason: str) -> None:
+        """This rank cannot go on with the point; the others may not know yet."""
+
     def block(self, seen: BlockSeen) -> None:
         """A block was taken, and all ranks have shared it."""
 
@@ -69,6 +72,10 @@ class Observers(Observer):
     def phase(self, name: str) -> None:
         for observer in self._all:
             observer.phase(name)
+
+    def failed(self, reason: str) -> None:
+        for observer in self._all:
+            observer.failed(reason)
 
     def block(self, seen: BlockSeen) -> None:
         for observer in self._all:

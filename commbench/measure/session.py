@@ -128,6 +128,7 @@ class Meter:
         self._observer.left(s.status, s.reason)
 
     def _give_up(self, s: PointState, why: str) -> None:
+        self._observer.failed(why)
         self._team.fail(why)
         s.status, s.reason = "failed", f"rank {self._team.rank}: {why}"
 

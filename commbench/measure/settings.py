@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+CAPACITY = 1 << 14  # samples that a block can hold
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -15,7 +17,8 @@ class Settings:
     of one point in one launch. budget_s: time for all points of one launch (None: no limit). sync: how iterations start
     (gate.SYNCS). loop: python, or native where the backend can be called from compiled code. skew_rank starts every
     iteration late by skew_s (None: no rank does). device: cpu or cuda. backends: those to set up beside the policies'.
-    tp, pp, ep: sizes of the groups (tp 0: all ranks).
+    tp, pp, ep: sizes of the groups (tp 0: all ranks). patience_s: how long ranks wait for each other before they give
+    up by themselves; longer than the watching command, which can say who stopped.
     """
 
     seed: int = 0
@@ -31,6 +34,7 @@ class Settings:
     tp: int = 0
     pp: int = 1
     ep: int = 1
+    patience_s: float = 60.0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -132,16 +132,25 @@ class Run:
     def run_id(self) -> str:
         return str(self.manifest.get("run_id", self.directory.name))
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The finished points as written, in the order they finished (also while the run goes on)."""
-        return list(self._rows())
+    def rows(self, offset: int = 0) -> list[dict[str, Any]]:
+        """The finished points as written, in the order they finished (also while the run goes on): one for each point
+        and launch, the last where one was measured again. offset: bytes of the file to pass over."""
+        found: dict[Any, dict[str, Any]] = {}
+        for number, row in self._rows(offset):
+            key = (row["point_id"], row.get("launch")) if "point_id" in row else number
+            found.pop(key, None)  # the later one stands where it was finished
+            found[key] = row
+        return list(found.values())
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
+    def _rows(self, offset: int) -> Iterator[tuple[int, dict[str, Any]]]:
         self.problems.clear()
         path = self.directory / schema.POINTS_JSONL
         if not path.exists():
             return
-        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        with path.open("rb") as stream:
+            stream.seek(offset)
+            text = stream.read().decode(errors="replace")
+        for number, line in enumerate(text.split("\n"), 1):
             if not line.strip():
                 continue
             try:
@@ -152,7 +161,7 @@ class Run:
             if not isinstance(row, dict):
                 self.problems.append(f"{path.name} line {number} is no record and was skipped")
                 continue
-            yield row
+            yield number, row
 
     def points(self) -> pd.DataFrame:
         """One row per finished point and launch, with exactly the columns of ``schema.POINT_COLUMNS``."""
@@ -194,8 +203,12 @@ def finish(directory: Path) -> None:
     """Write ``points.parquet`` from ``points.jsonl``."""
     frame = open_run(directory).points()
     temporary = directory / f".{schema.POINTS_PARQUET}.tmp"
-    frame.to_parquet(temporary, index=False)
-    temporary.replace(directory / schema.POINTS_PARQUET)
+    try:
+        frame.to_parquet(temporary, index=False)
+        temporary.replace(directory / schema.POINTS_PARQUET)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def row_of(point: Point, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 The log (``samples/launch-<k>.bin``) is a sequence of records, one per point and visit: a JSON header line
 ``{"point_id", "ranks", "iterations", "first"}`` and then, little-endian and rank by rank, int64 start[iterations],
 int64 end[iterations], uint8 valid[iterations]. ``first`` is the number of the first iteration. A record cut short
-by a crash is dropped when the log is read; all before it is kept.
+by a crash is dropped when the log is read; all before it is kept. A record with ``first`` 0 begins its point anew: what
+a job that died, or an earlier attempt, had taken of the point does not count.
 """
 
 from __future__ import annotations
@@ -59,36 +60,46 @@ class SampleLog:
         self._stream.close()
 
 
-def _blocks(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+def _blocks(path: Path, wanted: Collection[str] | None = None) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Headers and bodies, of ``wanted`` points or of all, without what was measured again later."""
+    begins: dict[str, int] = {}
+    for at, _, header in _headers(path):
+        if header["first"] == 0:
+            begins[header["point_id"]] = at
     with path.open("rb") as stream:
+        for at, _, header in _headers(path):
+            name = header["point_id"]
+            if at < begins.get(name, 0) or (wanted is not None and name not in wanted):
+                continue
+            stream.seek(at)
+            stream.readline()
+            yield header, stream.read(_body_bytes(header))
+
+
+def _headers(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Where each whole record begins and ends, and its header; what follows one cut short by a crash is unreadable."""
+    with path.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        at = stream.seek(0)
         while line := stream.readline():
             try:
                 header = json.loads(line)
-            except ValueError:
-                return  # cut short by a crash
-            wanted = header["ranks"] * header["iterations"] * _BYTES_PER_ITERATION
-            body = stream.read(wanted)
-            if len(body) < wanted:
+                end = stream.tell() + _body_bytes(header)
+            except (ValueError, KeyError, TypeError):
                 return
-            yield header, body
+            if end > size:
+                return
+            yield at, end, header
+            at = stream.seek(end)
+
+
+def _body_bytes(header: dict[str, Any]) -> int:
+    return int(header["ranks"]) * int(header["iterations"]) * _BYTES_PER_ITERATION
 
 
 def _whole_length(path: Path) -> int:
     """Bytes of a log up to the end of its last whole record."""
-    end = 0
-    with path.open("rb") as stream:
-        size = stream.seek(0, os.SEEK_END)
-        stream.seek(0)
-        while line := stream.readline():
-            try:
-                header = json.loads(line)
-            except ValueError:
-                break
-            here = stream.seek(header["ranks"] * header["iterations"] * _BYTES_PER_ITERATION, os.SEEK_CUR)
-            if here > size:
-                break
-            end = here
-    return end
+    return max((end for _, end, _ in _headers(path)), default=0)
 
 
 def _columns(header: dict[str, Any], body: bytes, launch: int) -> dict[str, Any]:
@@ -110,7 +121,10 @@ def _columns(header: dict[str, Any], body: bytes, launch: int) -> dict[str, Any]
 
 
 def to_parquet(directory: Path, launch: int) -> None:
-    """Turn a launch's log into ``samples/launch-<k>.parquet``, a block at a time, then remove the log."""
+    """Turn a launch's log into ``samples/launch-<k>.parquet``, a block at a time, then remove the log.
+
+    Where that file is there already (a run that was resumed), its points stay, but for those in the log.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -125,24 +139,51 @@ def to_parquet(directory: Path, launch: int) -> None:
             for name, kind in schema.SAMPLE_COLUMNS.items()
         ]
     )
-    with pq.ParquetWriter(temporary, arrow_schema, compression="zstd") as writer:
-        pending: list[Any] = []
-        rows = 0
+
+    def tables() -> Iterator[Any]:
+        if target.exists():
+            yield from _kept(target, {header["point_id"] for *_, header in _headers(log)})
         for header, body in _blocks(log):
             columns = _columns(header, body, launch)
-            names = pa.DictionaryArray.from_arrays(
+            columns["point_id"] = pa.DictionaryArray.from_arrays(
                 pa.array(np.zeros(len(columns["rank"]), dtype=np.int32)), pa.array([header["point_id"]])
             )
-            columns["point_id"] = names
-            pending.append(pa.table({n: pa.array(c) if n != "point_id" else c for n, c in columns.items()}))
-            rows += len(columns["rank"])
-            if rows >= 1 << 18:
+            yield pa.table({n: pa.array(c) if n != "point_id" else c for n, c in columns.items()})
+
+    try:
+        with pq.ParquetWriter(temporary, arrow_schema, compression="zstd") as writer:
+            pending: list[Any] = []
+            rows = 0
+            for table in tables():
+                pending.append(table)
+                rows += table.num_rows
+                if rows >= 1 << 18:
+                    writer.write_table(pa.concat_tables(pending).unify_dictionaries().cast(arrow_schema))
+                    pending, rows = [], 0
+            if pending:
                 writer.write_table(pa.concat_tables(pending).unify_dictionaries().cast(arrow_schema))
-                pending, rows = [], 0
-        if pending:
-            writer.write_table(pa.concat_tables(pending).unify_dictionaries().cast(arrow_schema))
-    temporary.replace(target)
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     log.unlink()
+
+
+def _kept(path: Path, without: Collection[str]) -> Iterator[Any]:
+    """The tables of a Parquet file of samples, a row group at a time, without some points."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(path)
+    names = pa.array(sorted(without), pa.string())
+    for group in range(file.num_row_groups):
+        table = file.read_row_group(group)
+        if "block" not in table.column_names:  # a run of an earlier commbench
+            table = table.append_column("block", pa.array(np.full(table.num_rows, -1, dtype=np.int32)))
+        text = table["point_id"].cast(pa.string())
+        table = table.set_column(table.column_names.index("point_id"), "point_id", text.dictionary_encode())
+        yield table.filter(pc.invert(pc.is_in(text, names)))
 
 
 def _arrow_type(kind: str) -> Any:
@@ -164,14 +205,14 @@ def read_samples(directory: Path, point_id: str | Collection[str] | None = None)
         frame = pq.read_table(path, filters=filters).to_pandas()
         if "block" not in frame:  # a run of an earlier commbench
             frame["block"] = -1
+        log = path.with_suffix(".bin")
+        if log.exists():  # of a run that goes on: what is measured again counts no more
+            again = {header["point_id"] for *_, header in _headers(log)}
+            frame = frame[~frame["point_id"].isin(again)]
         frames.append(frame)
     for path in sorted(folder.glob("launch-*.bin")):
         launch = int(path.stem.partition("-")[2])
-        frames += [
-            pd.DataFrame(_columns(header, body, launch))
-            for header, body in _blocks(path)
-            if wanted is None or header["point_id"] in wanted
-        ]
+        frames += [pd.DataFrame(_columns(header, body, launch)) for header, body in _blocks(path, wanted)]
     if not frames:
         return pd.DataFrame({n: pd.Series(dtype=k) for n, k in schema.SAMPLE_COLUMNS.items()})
     everything: pd.DataFrame = pd.concat(frames, ignore_index=True).astype(schema.SAMPLE_COLUMNS)

@@ -55,7 +55,7 @@ def test_a_torn_last_line_is_skipped_named_and_does_not_swallow_the_next_point(r
     with (run / schema.POINTS_JSONL).open("a") as stream:
         stream.write('{"run_id": "r1", "lau')
     log = PointLog(run)
-    log.append(row(order=1))
+    log.append(row(order=1, launch=1))
     log.close()
     opened = open_run(run)
     assert [r["order"] for r in opened.rows()] == [0, 1]
@@ -72,7 +72,7 @@ def test_lines_that_are_no_records_are_named(run: Path) -> None:
 def test_points_have_exactly_the_columns_and_types_of_the_schema(run: Path) -> None:
     log = PointLog(run)
     log.append(row(latency_median_s=1e-6, n_samples=4, checked=True))
-    log.append(row(status="failed", reason="boom"))
+    log.append(row(launch=1, status="failed", reason="boom"))
     log.close()
     points = open_run(run).points()
     assert {name: str(points[name].dtype) for name in points.columns} == schema.POINT_COLUMNS
