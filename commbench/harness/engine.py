@@ -55,11 +55,13 @@ class Received:
 class Measurements:
     """What ``Engine.measure`` gives: the same records that a sweep writes, in the order in which points finished.
 
-    directory: the run, where one was asked for; it holds the raw samples too.
+    directory: the run, where one was asked for; it holds the raw samples too. began_s: from the call to the first
+    iteration, of the first point's warm-up.
     """
 
     rows: tuple[dict[str, Any], ...]
     directory: Path | None = None
+    began_s: float = 0.0
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -126,6 +128,7 @@ class Engine:
         self._busy = ""
         self._calls = itertools.count(1)
         self._profiling: Path | None = None
+        self._interruption: BaseException | None = None
         job = self._job = Job.start(self._spec.ranks, environment or {})
         # also when this process ends; and it must not hold the engine
         self._finalizer = weakref.finalize(self, job.end)
@@ -213,6 +216,7 @@ class Engine:
         """
         from commbench.harness.engine_plan import planned
 
+        called_ns = time.monotonic_ns()
         self._check_usable()
         spec, expansion, how = planned(self._spec, self._settings.device, what, settings)
         directory = None if out is None else Path(out)
@@ -233,16 +237,16 @@ class Engine:
                 if on_event is not None:
                     on_event(event)
 
-            outcome, answer = "failed", {"facts": {}, "canaries": {}}
+            outcome, answer = "failed", {"facts": {}, "canaries": {}, "began_ns": called_ns}
             try:
-                answer = self._exchange([message] * self.ranks, hear, stoppable=True)[0][0]
+                answer = self._exchange([message] * self.ranks, hear)[0][0]
                 outcome = "complete" if len(rows) == len(expansion.points) else "interrupted"
             finally:
                 if directory is not None:
                     self._close_run(directory, outcome, answer)
-        if outcome == "interrupted":
-            raise KeyboardInterrupt
-        return Measurements(tuple(rows), directory)
+        if self._interruption is not None:
+            raise self._interruption
+        return Measurements(tuple(rows), directory, max(0.0, (answer["began_ns"] - called_ns) * 1e-9))
 
     def _create_run(self, directory: Path, spec: SweepSpec, expansion: Expansion, how: Settings) -> None:
         from commbench.harness.run import new_manifest
@@ -494,13 +498,17 @@ class Engine:
         on_event: Callable[[Mapping[str, Any]], None] | None = None,
         *,
         buffers: Sequence[Sequence[Any]] | None = None,
-        stoppable: bool = False,
         starting: float | None = None,
     ) -> list[tuple[Message, list[bytes]]]:
-        """Send each rank its message and wait for all replies. starting: a deadline, while the engine comes up."""
+        """Send each rank its message and wait for all replies.
+
+        starting: a deadline, while the engine comes up. With ``on_event`` the call can be stopped: what on_event
+        raises, or Ctrl-C, asks the ranks to stop, and is kept in ``_interruption``; a second Ctrl-C ends the wait.
+        """
         job = self._job
         assert job is not None  # only a started engine gets here
         call = next(self._calls)
+        self._interruption = None
         with self._whole_messages():
             for rank, message in enumerate(messages):
                 try:
@@ -509,41 +517,46 @@ class Engine:
                     self._lost(rank, starting is not None)
         replies: dict[int, tuple[Message, list[bytes]]] = {}
         problems: dict[int, Message] = {}
-        ranks = {job.links[rank]: rank for rank in range(job.ranks)}
-        waiting = set(range(job.ranks))
-        while waiting:
+        while len(replies) + len(problems) < job.ranks:
             try:
-                ready = wait([job.links[rank] for rank in waiting], POLL_S)
-                for link in ready:
-                    rank = ranks[link]  # type: ignore[index]
-                    with self._whole_messages():
-                        try:
-                            message, data = job.links[rank].receive()
-                        except Gone:
-                            self._lost(rank, starting is not None)
+                for rank, message, data in self._ready(starting):
                     if message["call"] != call:
                         continue  # of a call that was interrupted
                     if "event" in message:
-                        if on_event is not None:
+                        if on_event is not None and self._interruption is None:
                             on_event(message)
-                        continue
-                    waiting.discard(rank)
-                    if "error" in message:
+                    elif "error" in message:
                         problems[rank] = message["error"]
                         if message["error"]["type"] == "PeerLost":
-                            self._end_lost(rank, message["error"])
+                            self._lost(rank, False, message["error"]["message"])
                     else:
                         replies[rank] = ({**message["reply"], "arrays": message["arrays"]}, data)
-                if not ready and starting is not None and time.monotonic() > starting:
-                    raise job.failed_start(f"ranks {', '.join(map(str, sorted(waiting)))} did not become ready in time")
-            except KeyboardInterrupt:
-                if not stoppable or job.ended:
+                if starting is not None and time.monotonic() > starting:
+                    late = ", ".join(str(r) for r in range(job.ranks) if r not in replies)
+                    raise job.failed_start(f"ranks {late} did not become ready in time")
+            except (KeyboardInterrupt, Exception) as error:  # whatever on_event raises
+                if on_event is None or self._interruption is not None or job.ended:
                     raise
-                stoppable = False  # a second one ends the wait
-                job.links[0].send({"command": "stop", "call": call})
+                self._interruption = error
+                with contextlib.suppress(Gone):  # then the next message tells
+                    job.links[0].send({"command": "stop", "call": call})
         if problems:
             self._raise(problems)
         return [replies[rank] for rank in range(job.ranks)]
+
+    def _ready(self, starting: float | None) -> Iterator[tuple[int, Message, list[bytes]]]:
+        """Messages that have arrived, one of each rank at most, after waiting a moment for the first."""
+        job = self._job
+        assert job is not None
+        ready = wait(list(job.links.values()), POLL_S)
+        for rank, link in job.links.items():
+            if link in ready:
+                with self._whole_messages():
+                    try:
+                        message, data = link.receive()
+                    except Gone:
+                        self._lost(rank, starting is not None)
+                yield rank, message, data
 
     @contextlib.contextmanager
     def _whole_messages(self) -> Iterator[None]:
@@ -555,26 +568,20 @@ class Engine:
                 self._job.end("a call was interrupted in the middle of a message")
             raise
 
-    def _lost(self, rank: int, starting: bool) -> NoReturn:
-        """A rank is gone: find out which was the first, and why."""
+    def _lost(self, rank: int, starting: bool, told: str = "") -> NoReturn:
+        """A rank is gone, or told that a peer is: find out which was the first, and why."""
         job = self._job
         assert job is not None
         if job.ended:
             raise EngineError(f"this engine has ended: {job.ended}; start another")
         why = job.cause()
         if not why.startswith("rank "):
-            why = f"rank {rank} is gone ({why})"
+            why = f"rank {rank}: {told}" if told else f"rank {rank} is gone ({why})"
         named = why.split()[1].rstrip(":,")
         first = int(named) if named.isdigit() else rank
         problem = job.failed_start(why) if starting else PeerLost(f"the engine ended: {why}", first)
         job.end(why)
         raise problem
-
-    def _end_lost(self, rank: int, told: Message) -> NoReturn:
-        job = self._job
-        assert job is not None
-        job.end(f"rank {rank}: {told['message']}")
-        raise PeerLost(f"the engine ended: rank {rank}: {told['message']}", rank)
 
     def _raise(self, problems: Mapping[int, Message]) -> NoReturn:
         """What the ranks raised, as the driver's. Ranks that answered differently are not in step any more."""

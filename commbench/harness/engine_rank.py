@@ -29,6 +29,7 @@ from commbench.harness.order import shuffled
 from commbench.harness.profiling import RankProfile
 from commbench.harness.rank import die_with_parent, log_path
 from commbench.measure import canary
+from commbench.measure.observer import Observer
 from commbench.measure.places import Place
 from commbench.measure.session import Meter
 from commbench.measure.settings import Settings
@@ -69,6 +70,16 @@ class Inbox:
 
     def next(self) -> tuple[Message, list[bytes]]:
         return self._messages.get()
+
+
+class FirstIteration(Observer):
+    """Notes when the first iteration of a measurement starts, on the clock that this host's processes share."""
+
+    began_ns = 0
+
+    def phase(self, name: str) -> None:
+        if name == "warm-up" and not self.began_ns:
+            self.began_ns = time.monotonic_ns()
 
 
 class EngineRank:
@@ -195,12 +206,13 @@ class EngineRank:
         recorder = None
         if self.rank == 0 and directory is not None:
             recorder = worker.Recorder(Path(directory), 0)
-        started = self._canaries
+        started, first = self._canaries, FirstIteration()
         meter = self._new_meter(
             settings,
             keep=None if recorder is None else recorder.keep,
             policies={name: self._policy(name) for name in policies},
             places=self._place(points),
+            observers=[first],
         )
         for row in meter.measure(shuffled(points, settings.seed, 0)):
             if self.rank == 0:
@@ -212,7 +224,8 @@ class EngineRank:
                 break
         if directory is not None:
             self._canaries = canary.take(self._team)
-        return {"facts": self.facts(), "canaries": {"start": started, "end": self._canaries}}, ()
+        reply = {"facts": self.facts(), "canaries": {"start": started, "end": self._canaries}}
+        return {**reply, "began_ns": first.began_ns}, ()
 
     def do_collective(self, message: Message, arrays: Sequence[torch.Tensor]) -> Reply:
         """One collective on real data."""

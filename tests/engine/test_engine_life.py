@@ -1,0 +1,219 @@
+"""How an engine starts and ends: in every way, nothing is left running."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from commbench import Engine
+from commbench.errors import CommbenchError, EngineError, LaunchError, PeerLost, SpecError, UnknownName
+from tests.engine.processes import all_gone, children, folder_of
+
+ROOT = Path(__file__).resolve().parents[2]
+A = np.ones(4)
+
+
+def launcher_of(engine: Engine) -> int:
+    return psutil.Process(engine.pids[0]).ppid()
+
+
+def test_of_two_engines_one_dies_with_its_rank_and_the_other_goes_on_until_it_is_collected() -> None:
+    first, second = Engine(tp=2, device="cpu"), Engine(tp=2, device="cpu")
+    assert set(first.pids).isdisjoint(second.pids)
+    processes = [*first.pids, launcher_of(first)]
+    folder = folder_of(launcher_of(first))
+    os.kill(first.pids[1], signal.SIGKILL)
+    time.sleep(0.3)
+    with pytest.raises(PeerLost, match="rank 1 was killed by SIGKILL") as told:
+        first.all_reduce(A)
+    assert told.value.rank == 1
+    with pytest.raises(EngineError, match="has ended: rank 1 was killed by SIGKILL; start another"):
+        first.barrier()
+    assert all_gone(processes)
+    assert not folder.exists()
+    assert second.all_reduce(A)[0][0] == 2
+
+    processes = [*second.pids, launcher_of(second)]
+    del second
+    gc.collect()
+    assert all_gone(processes, within_s=1)  # collection waits for them
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_in_the_middle_of_a_call_is_named_by_it() -> None:
+    engine = Engine(tp=2, device="cpu")
+    processes = [*engine.pids, launcher_of(engine)]
+    killer = threading.Timer(0.5, os.kill, (engine.pids[0], signal.SIGKILL))
+    killer.start()
+    with pytest.raises(PeerLost, match="rank 0 was killed by SIGKILL"):
+        engine.measure(
+            collectives=["all_reduce"], dtypes=["float32"], sizes="8:1MiB:x2", max_time_per_point="1s", sync="barrier"
+        )
+    killer.join()
+    assert all_gone(processes)
+    assert engine.closed
+
+
+def test_closing_ends_the_ranks_and_later_calls_say_so() -> None:
+    engine = Engine(tp=2, device="cpu")
+    processes = [*engine.pids, launcher_of(engine)]
+
+    def work() -> None:
+        with engine:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        work()
+    assert all_gone(processes, within_s=1)
+    engine.close()
+    for call in (engine.barrier, engine.start_profile, lambda: engine.measure("quick"), engine.__enter__):
+        with pytest.raises(EngineError, match="has ended: it was closed; start another"):
+            call()
+
+
+def test_a_rank_that_cannot_start_is_told_with_its_own_error(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "def broken(pid):\n    raise RuntimeError('this rank sees no cores')\n"
+        "if os.environ.get('RANK') == '1':\n    os.sched_getaffinity = broken\n"
+    )
+    before = children(os.getpid())
+    with pytest.raises(LaunchError, match="could not start: rank 1: RuntimeError: this rank sees no cores") as told:
+        Engine(tp=2, device="cpu", environment={"PYTHONPATH": str(tmp_path)})
+    assert "output of rank 1" in told.value.__notes__[-1]
+    assert "Traceback" in told.value.__notes__[-1]
+    assert all_gone(set(children(os.getpid())) - set(before), within_s=1)
+
+
+def test_ranks_that_are_late_are_named_and_ended() -> None:
+    before = children(os.getpid())
+    with pytest.raises(LaunchError, match="ranks 0, 1 did not report in time"):
+        Engine(tp=2, device="cpu", startup_timeout_s=0.2)
+    assert all_gone(set(children(os.getpid())) - set(before), within_s=5)
+
+
+def test_what_cannot_be_asked_for_is_named_before_anything_starts() -> None:
+    for keywords, kind, told in (
+        ({"tp": 0}, SpecError, "Engine: tp: 0 ranks"),
+        ({"tp": 1}, SpecError, "1 ranks cannot hold a collective"),
+        ({"tp": 2, "ep": 3}, SpecError, "3 does not divide tp"),
+        ({"device": "tpu"}, SpecError, "Engine: device: 'tpu' is no device"),
+        ({"policy": "nosuch"}, UnknownName, "nosuch"),
+        ({"backends": ["warp"]}, CommbenchError, "warp"),
+    ):
+        before = children(os.getpid())
+        with pytest.raises(kind, match=told):
+            Engine(**keywords)
+        assert children(os.getpid()) == before
+
+
+def run_script(text: str, **options: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+AT_THE_END = """
+import os, commbench, numpy
+engine = commbench.Engine(tp=2, device="cpu")
+print(*engine.pids, flush=True)
+child = os.fork()
+if child == 0:
+    try:
+        engine.barrier()
+    except commbench.errors.EngineError as error:
+        print(error, flush=True)
+    raise SystemExit(0)  # with all that a process does at its end
+os.waitpid(child, 0)
+print(engine.all_reduce(numpy.ones(1))[1][0], flush=True)
+"""
+
+
+def test_the_end_of_the_interpreter_ends_the_ranks_and_that_of_a_forked_child_does_not() -> None:
+    script = run_script(AT_THE_END)
+    out, problems = script.communicate(timeout=60)
+    pids, child, result = out.splitlines()
+    assert script.returncode == 0, problems
+    assert problems == ""
+    assert "belongs to process" in child
+    assert result == "2.0"
+    assert all_gone([int(pid) for pid in pids.split()], within_s=1)
+
+
+KILLED = """
+import os, time, commbench
+engine = commbench.Engine(tp=2, device="cpu")
+print(*engine.pids, flush=True)
+engine.measure(collectives=["all_reduce"], dtypes=["float32"], sizes="8:1MiB:x2", max_time_per_point="5s")
+"""
+
+
+def test_ranks_end_with_a_driver_that_is_killed_in_the_middle_of_a_call() -> None:
+    script = run_script(KILLED)
+    assert script.stdout is not None
+    assert script.stderr is not None
+    pids = [int(pid) for pid in script.stdout.readline().split()]
+    processes = [*pids, psutil.Process(pids[0]).ppid()]
+    folder = folder_of(processes[-1])
+    time.sleep(0.3)
+    script.kill()
+    script.wait()
+    script.stdout.close()
+    script.stderr.close()
+    assert all_gone(processes)
+    assert not folder.exists()
+
+
+def test_the_token_stands_on_no_command_line(engine: Engine) -> None:
+    words = " ".join(w for pid in [*engine.pids, launcher_of(engine)] for w in psutil.Process(pid).cmdline())
+    assert engine._job is not None
+    assert engine._job.door.token not in words
+    assert (folder_of(launcher_of(engine)).stat().st_mode & 0o777) == 0o700
+
+
+def test_a_caller_without_the_token_is_turned_away(tmp_path: Path) -> None:
+    from commbench.harness import channel
+
+    door = channel.Door(tmp_path)
+    try:
+        outcome: list[object] = []
+
+        def call(token: str) -> None:
+            os.environ[channel.TOKEN_VARIABLE] = token
+            try:
+                outcome.append(channel.enter(tmp_path))
+            except channel.Gone as error:
+                outcome.append(error)
+
+        stranger = threading.Thread(target=call, args=("00" * 32,))
+        stranger.start()
+        assert door.accept(5) is None
+        stranger.join()
+        assert isinstance(outcome.pop(), channel.Gone)
+        rank = threading.Thread(target=call, args=(door.token,))
+        rank.start()
+        link = door.accept(5)
+        rank.join()
+        assert isinstance(link, channel.Link)
+        (other,) = outcome
+        assert isinstance(other, channel.Link)
+        other.send({"hello": 1}, [b"abc", memoryview(b"")])
+        assert link.receive() == ({"hello": 1}, [b"abc", b""])
+        assert channel.TOKEN_VARIABLE not in os.environ  # a rank's own children do not inherit it
+        other.close()
+        with pytest.raises(channel.Gone):
+            link.receive()
+        link.close()
+    finally:
+        door.close()
