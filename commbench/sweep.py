@@ -147,6 +147,9 @@ class SweepSpec(BaseModel):
     launcher: str = "torchrun"
     mpirun_options: str = ""
     skew: str = ""
+    # how long to wait for it
+    point_timeout: float | None = None
+    launch_timeout: float | None = None
 
     @field_validator(
         "collectives", "dtypes", "ops", "layout", "placement", "cache", "mode", "backends", "policy", "group",
@@ -260,10 +263,21 @@ class SweepSpec(BaseModel):
     def _percent(cls, value: Any) -> float:
         return _valid(parse_percent, value)
 
-    @field_validator("max_time_per_point", "budget", mode="before")
+    @field_validator("max_time_per_point", "budget", "point_timeout", "launch_timeout", mode="before")
     @classmethod
     def _duration(cls, value: Any) -> float | None:
         return None if value is None else _valid(parse_duration, value)
+
+    @model_validator(mode="after")
+    def _timeouts_leave_time(self) -> Self:
+        if self.point_timeout is not None and self.point_timeout <= self.max_time_per_point:
+            raise ValueError(
+                f"point_timeout: {self.point_timeout:g} s is not longer than the {self.max_time_per_point:g} s that a "
+                "point may take when all is well (--max-time-per-point)"
+            )
+        if self.launch_timeout is not None and self.launch_timeout <= 0:
+            raise ValueError("launch_timeout: 0 s leave no time for a launch")
+        return self
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
@@ -309,7 +323,7 @@ _TABLES = {
     "run": (
         "tp", "device", "launches", "target_ci", "max_time_per_point", "budget", "seed", "sync", "loop", "skew",
         "launcher", "mpirun_options",
-        "pp", "ep",
+        "pp", "ep", "point_timeout", "launch_timeout",
     ),
 }  # fmt: skip
 

@@ -13,6 +13,9 @@ from commbench.errors import CommbenchError, Interrupted, LaunchError
 from commbench.sweep import SweepSpec, find_sweep, make_spec, read_file
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from commbench.harness.launch import Event
     from commbench.store.run import Run
 
 _FLAGS = {
@@ -41,6 +44,8 @@ _FLAGS = {
     "launcher": "--launcher",
     "mpirun_options": "--mpirun-options",
     "skew": "--skew",
+    "point_timeout": "--point-timeout",
+    "launch_timeout": "--launch-timeout",
 }
 
 
@@ -75,19 +80,47 @@ _FLAGS = {
 @click.option("--launcher", help="What starts the ranks: torchrun or mpirun (the one on PATH). [default: torchrun]")
 @click.option("--mpirun-options", metavar="TEXT", help="Options for mpirun, such as '--bind-to none'.")
 @click.option("--skew", metavar="RANK:TIME", help="Let one rank enter every call late, such as 1:300us.")
+@click.option("--point-timeout", metavar="TIME", help="Longest time for a point in a launch; then its stacks are kept, "
+              "the point is marked timeout, and the rest goes on. [default: 30 s and ten times the usual]")  # fmt: skip
+@click.option("--launch-timeout", metavar="TIME", help="Longest time for a launch. [default: 5 min to start, no end]")
+@click.option("--resume", metavar="RUN", type=click.Path(path_type=Path), help="Go on with a run directory: measure "
+              "what has no result, with the run's own spec, seed and order.")  # fmt: skip
+@click.option("--retry", metavar="STATUSES", help="With --resume: repeat points that are failed, timeout, wrong or "
+              "unsteady (comma-separated).")  # fmt: skip
+@click.option("--force", is_flag=True, help="With --resume: go on although spec, version or machine differ.")
 @click.option("--out", type=click.Path(path_type=Path), help="Run directory. [default: reports/<time>-<name>-<id>]")
 @click.option("--dry-run", is_flag=True, help="Print the points, the time it may take and the command; launch nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, and nothing else there.")
 @click.option("--quiet", is_flag=True, help="Print problems and the report's path only.")
-def command(spec_file: str | None, out: Path | None, dry_run: bool, as_json: bool, quiet: bool, **flags: Any) -> int:
+def command(
+    spec_file: str | None,
+    out: Path | None,
+    resume: Path | None,
+    retry: str | None,
+    force: bool,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    **flags: Any,
+) -> int:
     """Measure collectives: SPEC is a sweep file or the name of a shipped one; flags override it.
 
     \b
     commbench sweep --tp 8
     commbench sweep decode --tp 4 --policy sglang-0.5.3
     commbench sweep --sizes 64:1MiB:x4 --dtypes float32 --collectives all_reduce,all_gather
+    commbench sweep --resume reports/20260101-120000-sweep-1a2b --retry failed,timeout
     """
     from commbench.harness import run as harness
+
+    if resume is not None:
+        if out is not None:
+            raise click.UsageError("--out and --resume: a run that goes on stays where it is; leave --out away")
+        return _resume(resume, spec_file, flags, retry, force, dry_run, as_json, quiet)
+    if retry is not None or force:
+        raise click.UsageError(
+            f"{'--force' if retry is None else '--retry'} is for a run that goes on: add --resume RUN"
+        )
 
     spec = _spec(spec_file, flags)
     expansion, settings = harness.prepare(spec)
@@ -96,15 +129,79 @@ def command(spec_file: str | None, out: Path | None, dry_run: bool, as_json: boo
         _print_plan(harness.dry_run(expansion, spec, directory), as_json)
         return 0
 
-    from commbench.harness.progress import watcher
     from commbench.store.run import check_writable
 
     check_writable(directory)
     total = len(expansion.points) * spec.launches
+    estimate_s = harness.estimate_s(expansion, spec)
+    return _watch(
+        lambda on_event: harness.execute(spec, expansion, settings, directory, on_event, sys.argv),
+        directory, total, estimate_s, as_json, quiet,
+    )  # fmt: skip
+
+
+def _resume(
+    directory: Path,
+    spec_file: str | None,
+    flags: dict[str, Any],
+    retry: str | None,
+    force: bool,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    from commbench.harness import run as harness
+    from commbench.harness.resume import parse_retry, unfinished
+    from commbench.sweep import Expansion
+
+    statuses = () if retry is None else parse_retry(retry)
+    work = unfinished(directory, statuses)
+    timeouts = {key: flags.pop(key) for key in ("point_timeout", "launch_timeout")}
+    given = {key: value for key, value in timeouts.items() if value is not None}
+    waiting = make_spec({**work.spec.model_dump(), **given}, {key: _FLAGS[key] for key in given})
+    asked = None
+    if spec_file is not None or any(value is not None for value in flags.values()):
+        # flags alone change the run's own spec; a file stands for itself
+        own = None if spec_file is not None else work.spec.model_dump()
+        asked = _spec(spec_file, {**timeouts, **flags}, own)
+    changed = harness.refuse_another(work, asked, force=force)
+    total = len(work.points)
+    if dry_run:
+        for launch, point in work.points:
+            click.echo(f"launch {launch}: {point.label()}")
+    if dry_run or not total:
+        click.echo(f"{total} points of {directory} are left to measure", err=not dry_run)
+    if dry_run:
+        return 0
+    if not total:
+        return _finish(directory, as_json, quiet, False, None)
+    estimate_s = harness.estimate_s(Expansion(tuple(p for _, p in work.points), {}), waiting) / waiting.launches
+    return _watch(
+        lambda on_event: harness.resume(
+            work, on_event, retry=statuses, changed=changed, limits=harness.limits_of(waiting), argv=sys.argv
+        ),
+        directory, total, estimate_s, as_json, quiet,
+    )  # fmt: skip
+
+
+def _watch(
+    measure: Callable[[Callable[[Event], None]], Run],
+    directory: Path,
+    total: int,
+    estimate_s: float,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Run what measures, showing how it goes; then report."""
+    from commbench.harness.progress import watcher
+    from commbench.harness.supervisor import StopAtOnce
+
     interrupted = failed = None
-    with watcher(total, quiet=quiet, estimate_s=harness.estimate_s(expansion, spec)) as on_event:
+    with watcher(total, quiet=quiet, estimate_s=estimate_s) as on_event:
         try:
-            harness.execute(spec, expansion, settings, directory, on_event, sys.argv)
+            measure(on_event)
+        except StopAtOnce as error:
+            raise Interrupted(f"interrupted twice; finished points are kept in {directory}") from error
         except KeyboardInterrupt as error:
             interrupted = error
         except LaunchError as error:
@@ -112,8 +209,9 @@ def command(spec_file: str | None, out: Path | None, dry_run: bool, as_json: boo
     return _finish(directory, as_json, quiet, interrupted is not None, failed)
 
 
-def _spec(spec_file: str | None, flags: dict[str, Any]) -> SweepSpec:
-    settings: dict[str, Any] = {}
+def _spec(spec_file: str | None, flags: dict[str, Any], own: dict[str, Any] | None = None) -> SweepSpec:
+    """The spec of a file and flags; own: what flags change where there is no file."""
+    settings: dict[str, Any] = dict(own or {})
     source: dict[str, str] = {}
     if spec_file is not None:
         path = find_sweep(spec_file)

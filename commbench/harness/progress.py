@@ -20,9 +20,24 @@ def watcher(total: int, *, quiet: bool, estimate_s: float) -> Iterator[Callable[
         yield lambda event: None
     elif sys.stderr.isatty():
         with _live(total) as on_event:
-            yield on_event
+            yield _never_failing(on_event)
     else:
-        yield _plain(total, estimate_s)
+        yield _never_failing(_plain(total, estimate_s))
+
+
+def _never_failing(show: Callable[[Event], None]) -> Callable[[Event], None]:
+    """Showing ends with its reader (a closed terminal or pipe); measuring does not."""
+    showing = True
+
+    def on_event(event: Event) -> None:
+        nonlocal showing
+        if showing:
+            try:
+                show(event)
+            except OSError:
+                showing = False
+
+    return on_event
 
 
 def _plain(total: int, estimate_s: float) -> Callable[[Event], None]:
@@ -37,6 +52,8 @@ def _plain(total: int, estimate_s: float) -> Callable[[Event], None]:
             label = event["label"]
         elif event["event"] == "point":
             finished += 1
+        elif event["event"] == "trouble":
+            print(f"launch {event['launch']}: {event['text']}: {label}", file=sys.stderr, flush=True)
         now = time.monotonic()
         if event["event"] == "point" and (now - last >= LINE_EVERY_S or finished == total):
             last = now
@@ -83,6 +100,8 @@ def _live(total: int) -> Iterator[Callable[[Event], None]]:
                     progress.update(task, description=event["label"])
                 case "point":
                     progress.advance(task)
+                case "trouble":
+                    progress.update(task, description=f"launch {event['launch']}: {event['text']}")
                 case "ready":
                     progress.update(task, description="calibrating")
 

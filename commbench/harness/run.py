@@ -7,23 +7,25 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from commbench import __version__
-from commbench.errors import LaunchError, SpecError
+from commbench.errors import LaunchError, SpecError, StoreError, UsageError
 from commbench.harness.fingerprint import fingerprint
-from commbench.harness.launch import Event, run_launch
+from commbench.harness.launch import NOTHING_AGAIN, Again, Event, run_launch
 from commbench.harness.launchers import Program, launch_command
 from commbench.harness.mpirun import find_mpirun
+from commbench.harness.resume import Unfinished, differences, held, kept_after, record_of
+from commbench.harness.supervisor import Limits, interruptible, stopping
 from commbench.measure.settings import Settings
 from commbench.policy import load_policy
 from commbench.store.run import Plan, Run, check_writable, create, finish, open_run, update_manifest
 from commbench.sweep import Expansion, SweepSpec, expand, parse_skew
-from commbench.types import AUTO, Platform
+from commbench.types import AUTO, Platform, Point
 
 FAILING = ("wrong", "failed", "timeout")
 
@@ -94,6 +96,7 @@ def prepare(spec: SweepSpec) -> tuple[Expansion, Settings]:
         tp=spec.tp,
         pp=spec.pp,
         ep=spec.ep,
+        patience_s=patience_s(spec, expansion.points),
     )
     return expansion, settings
 
@@ -101,6 +104,17 @@ def prepare(spec: SweepSpec) -> tuple[Expansion, Settings]:
 def program_of(spec: SweepSpec) -> Program:
     """What a spec's ranks run, and what starts them."""
     return Program(launcher=spec.launcher, mpirun_options=spec.mpirun_options)
+
+
+def limits_of(spec: SweepSpec) -> Limits:
+    """How long a spec lets points and launches take."""
+    return Limits(spec.point_timeout, spec.launch_timeout)
+
+
+def patience_s(spec: SweepSpec, points: Sequence[Point]) -> float:
+    """How long the ranks of a spec wait for each other: longer than any point may take."""
+    limits = limits_of(spec)
+    return 30.0 + max((limits.of_point(p, spec.max_time_per_point) for p in points), default=30.0)
 
 
 def estimate_s(expansion: Expansion, spec: SweepSpec) -> float:
@@ -167,24 +181,79 @@ def execute(
     """Run all launches and close the run directory; gives it opened.
 
     On KeyboardInterrupt the ranks are stopped and every finished point is kept; the manifest's outcome then is
-    ``interrupted``, and the exception goes on. Raises StoreError before anything runs when ``out`` cannot be used,
-    and LaunchError when a launch cannot start.
+    ``interrupted``, and the exception goes on (as StopAtOnce when the user asked twice). Raises StoreError before
+    anything runs when ``out`` cannot be used, and LaunchError when a launch cannot start; StoreError also when results cannot be written any more.
     """
     check_writable(out)
     plan = Plan(expansion.points, settings.to_dict())
     manifest = new_manifest(spec, expansion, settings, out, argv)
     create(out, manifest, plan)
+    with interruptible(), held(out):
+        _measure(out, spec, range(spec.launches), on_event, limits_of(spec))
+    return open_run(out)
+
+
+def refuse_another(work: Unfinished, spec: SweepSpec | None = None, *, force: bool = False) -> list[str]:
+    """What is not as it was when the run began: the spec (one that the user gives again), the versions, the machine.
+
+    Raises UsageError naming every difference, unless ``force``.
+    """
+    changed = differences(work, spec, fingerprint(str(work.plan.settings.get("device", "cpu"))))
+    if changed and not force:
+        raise UsageError(
+            f"--resume {work.directory}: not the same measurement: {'; '.join(changed)}; "
+            "start a new run, or add --force to go on all the same, with the run's own spec"
+        )
+    return changed
+
+
+def resume(
+    work: Unfinished,
+    on_event: Callable[[Event], None],
+    *,
+    retry: Sequence[str] = (),
+    changed: Sequence[str] = (),
+    limits: Limits | None = None,
+    argv: Sequence[str] = (),
+) -> Run:
+    """Measure what a run has left, with its own spec, seed and order; gives it opened.
+
+    retry, changed: for the record, which statuses are repeated, and what of ``refuse_another`` was overridden. Raises
+    StoreError when another process measures into the run, and what ``execute`` raises.
+    """
+    out = work.directory
+    with interruptible(), held(out):
+        history = [*work.manifest.get("resumed", []), record_of(changed, retry, list(argv) or sys.argv)]
+        update_manifest(out, outcome="running", resumed=history, error=None)
+        _measure(out, work.spec, work.left, on_event, limits or limits_of(work.spec), work.again)
+    return open_run(out)
+
+
+def _measure(
+    out: Path,
+    spec: SweepSpec,
+    launches: Iterable[int],
+    on_event: Callable[[Event], None],
+    limits: Limits,
+    again: Again = NOTHING_AGAIN,
+) -> None:
+    """Run launches and close the run, whatever happens. Raises StoreError when it cannot be written any more."""
     outcome = "failed"
     try:
-        for launch in range(spec.launches):
-            run_launch(out, launch, spec.ranks, on_event, program_of(spec))
-        outcome = "complete"
-    except KeyboardInterrupt:
-        outcome = "interrupted"
-        raise
-    except LaunchError as error:
-        update_manifest(out, error=str(error))
-        raise
-    finally:
-        close_run(out, outcome)
-    return open_run(out)
+        try:
+            for launch in launches:
+                run_launch(out, launch, spec.ranks, on_event, program_of(spec), limits=limits, again=again)
+            outcome = "complete"
+        except KeyboardInterrupt:
+            outcome = "interrupted"
+            raise
+        except LaunchError as error:
+            update_manifest(out, error=str(error))
+            raise
+        finally:
+            if stopping.hurried:
+                update_manifest(out, outcome=outcome, ended_s=time.time())
+            else:
+                close_run(out, outcome)
+    except (OSError, StoreError) as error:
+        raise kept_after(error, out) from error

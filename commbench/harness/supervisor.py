@@ -92,7 +92,8 @@ class Watchdog:
         order = first.order if first is not None and first.stage == VISITING else None
         if lost:
             names = ", ".join(str(rank) for rank in lost)
-            return Trouble("dead", f"rank {names} is gone", tuple(lost), order)
+            text = f"ranks {names} are gone" if len(lost) > 1 else f"rank {names} is gone"
+            return Trouble("dead", text, tuple(lost), order)
         self._gone = self._gone + passed if pulses and len(gone) == len(pulses) else 0.0
         if self._gone > LINGER_S:
             return Trouble("linger", f"its ranks are done, but the launcher did not end within {LINGER_S:.0f} s")

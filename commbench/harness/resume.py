@@ -1,0 +1,142 @@
+"""Going on with a run: what has no result yet, what is to be repeated, and whether it still is the same measurement."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from commbench import __version__
+from commbench.errors import CommbenchError, StoreError, UsageError
+from commbench.harness.comparable import compare_manifests
+from commbench.harness.launch import Again
+from commbench.harness.order import shuffled
+from commbench.store import schema
+from commbench.store.run import PLAN, Plan, open_run
+from commbench.sweep import SweepSpec, make_spec
+from commbench.types import Point
+
+RETRIED = ("failed", "timeout", "wrong", "unsteady")
+# of a spec, what may be another when a run goes on: it changes no number
+_FREE = ("name", "description", "point_timeout", "launch_timeout")
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A run that goes on. left: launch → places of the points to measure; again: those of them that have a result."""
+
+    directory: Path
+    manifest: Mapping[str, Any]
+    spec: SweepSpec
+    plan: Plan
+    left: Mapping[int, Sequence[int]]
+    again: Again
+
+    @property
+    def points(self) -> list[tuple[int, Point]]:
+        """(launch, point) in the order in which they will be measured."""
+        seed = int(self.plan.settings["seed"])
+        found = []
+        for launch, orders in self.left.items():
+            wanted = set(orders)
+            found += [(launch, p) for order, p in shuffled(self.plan.points, seed, launch) if order in wanted]
+        return found
+
+
+def parse_retry(text: str) -> tuple[str, ...]:
+    """Statuses from ``failed,timeout``. Raises UsageError for one that is not among RETRIED."""
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    strange = [name for name in names if name not in RETRIED]
+    if strange or not names:
+        raise UsageError(f"--retry {text!r}: {', '.join(strange) or 'nothing'} cannot be repeated; "
+                         f"allowed: {', '.join(RETRIED)}")  # fmt: skip
+    return names
+
+
+def unfinished(directory: Path, retry: Sequence[str] = ()) -> Unfinished:
+    """What a run has left to measure. Raises StoreError when the folder is no run, or has no plan to go on with."""
+    run = open_run(directory)
+    try:
+        plan = Plan.load(directory)
+        where = f"{directory / schema.MANIFEST}: spec."
+        spec = make_spec(run.manifest["spec"], {key: where + key for key in run.manifest["spec"]})
+        seed = int(plan.settings["seed"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{directory} cannot be resumed: its plan or spec is not readable: {error}") from error
+    rows = run.rows()
+    pairs = frozenset((int(r["launch"]), str(r["point_id"])) for r in rows if r.get("status") in retry)
+    done = {(r.get("launch"), r.get("point_id")) for r in rows} - pairs
+    left: dict[int, list[int]] = {}
+    for launch in range(spec.launches):
+        orders = [order for order, p in shuffled(plan.points, seed, launch) if (launch, p.point_id) not in done]
+        if orders:
+            left[launch] = orders
+    path = directory / schema.POINTS_JSONL
+    offset = path.stat().st_size if path.exists() else 0
+    return Unfinished(directory, run.manifest, spec, plan, left, Again(pairs, offset))
+
+
+def differences(work: Unfinished, spec: SweepSpec | None, machine: Mapping[str, Any]) -> list[str]:
+    """Why what would be measured now does not belong to the run: the spec (where one is given again), the version of
+    commbench or of the libraries, the machine. machine: a fingerprint taken now."""
+    found = []
+    if spec is not None:
+        now, then = spec.model_dump(mode="json"), work.spec.model_dump(mode="json")
+        found += [f"spec.{k}: {then[k]} → {now[k]}" for k in then if k not in _FREE and then[k] != now[k]]
+    version = work.manifest.get("commbench")
+    if version != __version__:
+        found.append(f"commbench: {version} → {__version__}")
+    compared = compare_manifests(work.manifest, {**work.manifest, "fingerprint": machine})
+    return found + list(compared.refusals) + [note for note in compared.notes if note.startswith("versions.")]
+
+
+def record_of(differences: Sequence[str], retry: Sequence[str], argv: Sequence[str]) -> dict[str, Any]:
+    """What the manifest keeps of a run's going on."""
+    return {
+        "resumed_s": time.time(),
+        "commbench": __version__,
+        "argv": ["commbench", *argv[1:]],
+        "retry": list(retry),
+        "forced": list(differences),
+    }
+
+
+@contextlib.contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Hold a run directory, so that no second command measures into it. The hold ends with this process.
+
+    Raises StoreError when another process has it.
+    """
+    fd = os.open(directory / PLAN, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StoreError(f"{directory} is being measured by another commbench; wait for it, or end it") from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # file systems without locks
+                raise
+        yield
+    finally:
+        os.close(fd)
+
+
+def kept_after(error: BaseException, directory: Path) -> CommbenchError:
+    """The error to show when a run directory cannot be written any more, with what is kept and how to go on."""
+    if isinstance(error, OSError):
+        name = error.filename if isinstance(error.filename, str) else str(directory)
+        what = f"{name} cannot be written: {error.strerror or error}"
+    else:
+        what = str(error)
+    try:
+        kept = f"{len(open_run(directory).rows())} finished points are kept"
+    except (CommbenchError, OSError, json.JSONDecodeError):
+        kept = "nothing in it can be read now"
+    return StoreError(f"{what}; {kept}; mend that and go on with: commbench sweep --resume {directory}")
