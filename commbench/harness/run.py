@@ -182,7 +182,8 @@ def execute(
 
     On KeyboardInterrupt the ranks are stopped and every finished point is kept; the manifest's outcome then is
     ``interrupted``, and the exception goes on (as StopAtOnce when the user asked twice). Raises StoreError before
-    anything runs when ``out`` cannot be used, and LaunchError when a launch cannot start; StoreError also when results cannot be written any more.
+    anything runs when ``out`` cannot be used, and when results cannot be written any more; LaunchError when a launch
+    cannot start.
     """
     check_writable(out)
     plan = Plan(expansion.points, settings.to_dict())

@@ -88,13 +88,13 @@ class NativeGate:
     Raises BackendUnavailable where the native module is missing.
     """
 
-    def __init__(self, team: PageTeam, delta_ns: int) -> None:
+    def __init__(self, team: PageTeam, delta_ns: int, timeout_s: float = TIMEOUT_S) -> None:
         module = load()
         needed, room = module.gate_bytes(team.size), team.gate_bytes
         if needed > room:
             raise BackendUnavailable("the native start gate", f"it needs {needed} bytes, the team's page has {room}")
         self.delta_ns = delta_ns
-        self.native = module.StartGate(team.gate_address(), team.size, team.rank, team.oversubscribed, TIMEOUT_S)
+        self.native = module.StartGate(team.gate_address(), team.size, team.rank, team.oversubscribed, timeout_s)
         self._enter = self.native.enter
 
     def __call__(self) -> int:
@@ -137,13 +137,16 @@ class OpenGate:
         return 0
 
 
-def make_gate(sync: str, team: Team) -> Gate:
-    """The gate for a name of SYNCS: on one host native where the module is there, in Python otherwise. Collective."""
+def make_gate(sync: str, team: Team, timeout_s: float = TIMEOUT_S) -> Gate:
+    """The gate for a name of SYNCS: on one host native where the module is there, in Python otherwise. Collective.
+
+    timeout_s: how long the native gate waits for a peer.
+    """
     if sync == "none":
         return OpenGate()
     if isinstance(team, PageTeam):
         if not why_unavailable():
-            return NativeGate(team, 5_000 if sync == "window" else 0)
+            return NativeGate(team, 5_000 if sync == "window" else 0, timeout_s)
         return WindowGate(team) if sync == "window" else BarrierGate(team)
     if sync == "window" and isinstance(team, HostsTeam):
         return HostsWindowGate(team)
