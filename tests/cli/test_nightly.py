@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,13 +97,29 @@ def test_bad_input_ends_the_night_with_its_own_exit_code(tmp_path: Path) -> None
 
 
 @contextmanager
-def _load() -> Iterator[None]:
-    """Something else keeps every core busy: twice as many processes as cores, each copying memory."""
+def _load(night: Path) -> Iterator[None]:
+    """While the ranks of a night measure, eight processes for each core do so too; starting ranks is left in peace."""
     hog = "a = bytearray(64 << 20)\nwhile True: b = bytes(a)"
-    hogs = [subprocess.Popen([sys.executable, "-c", hog]) for _ in range(2 * (os.cpu_count() or 1))]
+    hogs = [subprocess.Popen([sys.executable, "-c", hog], start_new_session=True) for _ in range(8 * (os.cpu_count() or 1))]
+    over = threading.Event()
+
+    def measuring() -> bool:
+        progress = night / "progress.jsonl"
+        lines = progress.read_text().splitlines() if progress.exists() else []
+        return bool(lines) and json.loads(lines[-1])["event"] != "done"
+
+    def follow() -> None:
+        while not over.wait(0.05):
+            for process in hogs:
+                process.send_signal(signal.SIGCONT if measuring() else signal.SIGSTOP)
+
+    follower = threading.Thread(target=follow)
+    follower.start()
     try:
         yield
     finally:
+        over.set()
+        follower.join()
         for process in hogs:
             process.kill()
             process.wait()
@@ -130,6 +148,6 @@ def test_real_nights_go_green_red_and_inconclusive_as_they_should(tmp_path: Path
     assert [run(f"n{k}", 1, 1e-4) for k in range(8)] == [3] * 8  # nothing to judge by yet
     assert run("usual", 8, 1e-4) == 0
     assert run("slow", 8, 1.3e-4) == 1
-    with _load():
+    with _load(tmp_path / "noisy"):
         assert run("noisy", 8, 1e-4) == 3
     assert "<failure" in (tmp_path / "slow" / "gate" / "junit.xml").read_text()
