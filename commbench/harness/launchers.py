@@ -8,46 +8,95 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from commbench.harness import binding
 from commbench.harness import mpirun as mpi
+
+LAUNCHER_JOINS_S = (
+    60  # for torchrun's agents of all hosts to find each other, once every host's command has started one
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The hosts of a launch. count: how many, each with a command of its own. rank: this one's number; that of number 0
+    writes the results. address, port: where the ranks of all meet. own_address: this host's, as the others see it."""
+
+    count: int = 1
+    rank: int = 0
+    address: str = ""
+    port: int = 0
+    own_address: str = ""
+
+
+class OtherHosts(Protocol):
+    """The commands of the other hosts, as the one that watches the ranks here sees them."""
+
+    def begin(self, launch: int) -> Nodes:
+        """A job of this launch begins: the others start their ranks too. Gives where all meet."""
+        ...
+
+    def trouble(self) -> str:
+        """Why the job cannot go on for a reason that is not on this host; "" if it can."""
+        ...
+
+    def end(self, failed: bool) -> str:
+        """The job here is over: the others end theirs. failed: it did not end well; then the reason of another host is
+        given where one is nearer to the cause, else ""."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """What the ranks run: a Python, variables on top of the user's environment (None takes one away), and whether that
     Python has a commbench of its own to use in place of this one. launcher: what starts them, torchrun or mpirun;
-    mpirun_options: what the user gives mpirun. module: what each rank runs."""
+    mpirun_options: what the user gives mpirun. bind: core, numa or none, "" for what the launcher does by itself.
+    nodes: the hosts; others: their commands, where there are several."""
 
     python: str = sys.executable
     variables: Mapping[str, str | None] = field(default_factory=dict)
     own_commbench: bool = False
     launcher: str = "torchrun"
     mpirun_options: str = ""
-    module: str = "commbench.harness.rank"
+    bind: str = ""
+    nodes: Nodes = Nodes()
+    others: OtherHosts | None = field(default=None, compare=False)
 
 
 def launch_command(directory: Path, launch: int, ranks: int, program: Program | None = None) -> list[str]:
-    """The job of one launch. torchrun's rendezvous listens on this host only, at a port of its own.
+    """The job of one launch, of ``ranks`` ranks on all hosts together; of several hosts, this one's part.
 
-    Raises SpecError when mpirun is to start it and there is none.
+    On one host torchrun's rendezvous listens on loopback only, at a port of its own. Raises SpecError when mpirun is
+    to start it and there is none.
     """
     program = program or Program()
     if program.launcher == "mpirun":
         found = mpi.find_mpirun()
-        options = mpi.options_of(found, ranks, _cores(), program.mpirun_options)
-        return [found.path, *options, program.python, "-m", program.module, str(directory), str(launch)]
+        options = mpi.options_of(found, ranks, _cores(), program.mpirun_options, program.bind)
+        return [found.path, *options, program.python, "-m", "commbench.harness.rank", str(directory), str(launch)]
+    nodes = program.nodes
+    # another commbench may be too old to have an agent of its own
+    agent = "torch.distributed.run" if program.own_commbench else "commbench.harness.agent"
+    if nodes.count == 1:
+        where = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost"]
+    else:
+        where = [
+            f"--node-rank={nodes.rank}",
+            "--rdzv-backend=static",
+            f"--rdzv-endpoint={nodes.address}:{nodes.port}",
+            f"--rdzv-conf=timeout={LAUNCHER_JOINS_S}",
+            f"--local-addr={nodes.own_address}",
+        ]
     return [
         program.python,
         "-m",
-        "torch.distributed.run",
-        "--nnodes=1",
-        f"--nproc-per-node={ranks}",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:0",
-        "--local-addr=localhost",
+        agent,
+        f"--nnodes={nodes.count}",
+        f"--nproc-per-node={ranks // nodes.count}",
+        *where,
         "--module",
-        program.module,
+        "commbench.harness.rank",
         str(directory),
         str(launch),
     ]
@@ -58,12 +107,16 @@ def _cores() -> int:
 
 
 def launcher_facts(ranks: int, program: Program) -> dict[str, Any]:
-    """Who starts the ranks, and for mpirun which and with what options, for the launch's record."""
-    if program.launcher != "mpirun":
-        return {"launcher": program.launcher}
-    found = mpi.find_mpirun()
-    options = mpi.options_of(found, ranks, _cores(), program.mpirun_options)
-    return {"launcher": "mpirun", "mpirun": {"kind": found.kind, "version": found.version, "options": options}}
+    """Who starts the ranks and how they are bound, and for mpirun which and with what options, for the launch's
+    record. What each rank was bound to in the end, the ranks tell themselves."""
+    facts: dict[str, Any] = {"launcher": program.launcher, "bind": program.bind or "as the launcher does"}
+    if program.launcher == "mpirun":
+        found = mpi.find_mpirun()
+        options = mpi.options_of(found, ranks, _cores(), program.mpirun_options, program.bind)
+        facts["mpirun"] = {"kind": found.kind, "version": found.version, "options": options}
+    elif program.nodes.count > 1:
+        facts["nodes"] = {"count": program.nodes.count, "ranks_per_node": ranks // program.nodes.count}
+    return facts
 
 
 def printable(command: list[str]) -> str:
@@ -71,12 +124,16 @@ def printable(command: list[str]) -> str:
 
 
 def environment_of(program: Program) -> dict[str, str]:
-    """The ranks' environment; where the user set nothing, one thread per rank as torchrun itself would choose."""
+    """The ranks' environment; where the user set nothing, one thread per rank as torchrun itself would choose, and
+    sockets on the interface that the ranks need: loopback on one host."""
     changed = {**os.environ, **program.variables}
     environment = {name: value for name, value in changed.items() if value is not None}
     environment.setdefault("OMP_NUM_THREADS", "1")
     if program.launcher == "mpirun":
         environment.update(mpi.rendezvous(environment))
+    elif program.bind:
+        environment[binding.VARIABLE] = program.bind
+    environment.update(sockets(environment, program))
     if program.own_commbench:
         return environment
     # ranks must find the commbench that started them, also when it was not installed
@@ -84,3 +141,29 @@ def environment_of(program: Program) -> dict[str, str]:
     paths = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
     environment["PYTHONPATH"] = os.pathsep.join([root, *(p for p in paths if p != root)])
     return environment
+
+
+def sockets(environment: Mapping[str, str], program: Program) -> dict[str, str]:
+    """Where gloo and NCCL's bootstrap open sockets, unless the user says so.
+
+    torch's gloo takes the address that the host's name stands for: one that others may reach, or on a host whose name
+    is not known loopback, which no other host can.
+    """
+    if program.launcher == "mpirun" and environment["MASTER_ADDR"] not in ("127.0.0.1", "localhost", "::1"):
+        return {}
+    address = program.nodes.own_address if program.nodes.count > 1 else "127.0.0.1"
+    name = interface_of(address)
+    if name is None:
+        return {}
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if program.nodes.count == 1 else ("GLOO_SOCKET_IFNAME",)
+    return {variable: name for variable in names if variable not in environment}
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this IP address; None where none has."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address.partition("%")[0] == address for a in addresses):
+            return name
+    return None

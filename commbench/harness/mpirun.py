@@ -54,25 +54,37 @@ def identify(path: str, text: str) -> Mpirun:
     raise SpecError(f"--launcher mpirun: {path} says {first!r}; Open MPI, MPICH and Intel MPI are known; {_REMEDY}")
 
 
-def options_of(mpirun: Mpirun, ranks: int, cores: int, chosen: str) -> list[str]:
+def options_of(mpirun: Mpirun, ranks: int, cores: int, chosen: str, bind: str = "") -> list[str]:
     """The launcher's options: each rank on a core of its own, or free to move where there are more ranks than cores.
 
-    chosen: the user's own options; where they speak of binding or mapping, nothing is said about it here. Intel MPI
-    pins its ranks without being asked (I_MPI_PIN).
+    chosen: the user's own options; where they speak of binding or mapping, nothing is said about it here. bind: core,
+    numa or none, "" for the rule above. Intel MPI pins its ranks to cores without being asked (I_MPI_PIN).
     """
     own = shlex.split(chosen)
-    binds = any("bind" in option or "map-by" in option for option in own)
     options = ["-n", str(ranks)]
     if mpirun.kind == "openmpi":
         if os.geteuid() == 0:  # it refuses root otherwise; torchrun's ranks run as the same user
             options.append("--allow-run-as-root")
         if ranks > cores:
             options.append("--oversubscribe")
-        if not binds:
-            options += ["--bind-to", "none" if ranks > cores else "core"]
-    elif mpirun.kind == "mpich" and not binds and ranks <= cores:
-        options += ["-bind-to", "core"]
+    if not binds(chosen):
+        options += _binding(mpirun.kind, bind or ("none" if ranks > cores else "core"), told=bool(bind))
     return [*options, *own]
+
+
+def binds(chosen: str) -> bool:
+    """Whether a user's options for mpirun speak of binding or mapping."""
+    return any("bind" in option or "map-by" in option or "I_MPI_PIN" in option for option in shlex.split(chosen))
+
+
+def _binding(kind: str, how: str, told: bool) -> list[str]:
+    if kind == "openmpi":
+        return ["--bind-to", how]
+    if kind == "mpich":
+        return ["-bind-to", how] if told or how == "core" else []
+    if not told:
+        return []
+    return ["-genv", "I_MPI_PIN", "0"] if how == "none" else ["-genv", "I_MPI_PIN_DOMAIN", how]
 
 
 def rendezvous(environment: Mapping[str, str]) -> dict[str, str]:

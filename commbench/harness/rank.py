@@ -46,7 +46,10 @@ def main() -> None:
     os.close(log)
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, all_threads=True)
+    from commbench.harness.binding import bind_rank
     from commbench.harness.heartbeat import join
+
+    bind_rank(os.environ)
 
     try:
         heartbeat = join(rank, os.environ)

@@ -24,7 +24,8 @@ from commbench.coordinator.layouts import parallel_layout
 from commbench.coordinator.setup import backends_of
 from commbench.coordinator.world import local_platform, new_group, world_group
 from commbench.errors import CommbenchError
-from commbench.harness.fingerprint import rank_facts
+from commbench.harness.agent import bind_stores
+from commbench.harness.fingerprint import format_cpu_list, rank_facts
 from commbench.harness.heartbeat import BETWEEN, CALIBRATING, DONE, FINISHING, JOINING, STORE_LOST, Heartbeat
 from commbench.harness.launch import PROGRESS
 from commbench.harness.order import shuffled
@@ -171,6 +172,7 @@ def main(directory: Path, launch: int, heartbeat: Heartbeat | None = None) -> No
         device = torch.device(settings.device, int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=max(LEAST_PATIENCE_S, settings.patience_s))
+    bind_stores()
     group: Group = world_group(device, timeout)
     policies = {name: load_policy(name) for name in sorted({p.policy for p in plan.points})}
     # every policy finds its backends set up
@@ -236,6 +238,7 @@ def main(directory: Path, launch: int, heartbeat: Heartbeat | None = None) -> No
             clocks=meter.clocks.to_dict(),
             oversubscribed=team.oversubscribed,
             cores=cores,
+            affinity=[format_cpu_list(own) for _, own in machines],
             last_level_cache_bytes=last_level_cache_bytes(),
         )
     canaries = canary.take(team)

@@ -194,3 +194,19 @@ def test_a_sweep_under_mpirun_measures_and_records_how_ranks_were_bound(tmp_path
     assert row["checked"]
     assert row["wrong_count"] == 0
     assert "mpi4py" in row["provider"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "bind", "expected"),
+    [
+        ("openmpi", "numa", ["--bind-to", "numa"]),
+        ("mpich", "none", ["-bind-to", "none"]),
+        ("intel", "none", ["-genv", "I_MPI_PIN", "0"]),
+        ("intel", "numa", ["-genv", "I_MPI_PIN_DOMAIN", "numa"]),
+        ("intel", "", []),
+    ],
+)
+def test_bind_is_told_to_each_library_in_its_own_words(kind: str, bind: str, expected: list[str]) -> None:
+    options = options_of(Mpirun("/opt/bin/mpirun", kind, ""), 2, 8, "", bind)
+    assert " ".join(expected) in " ".join(options)
+    assert bool(expected) == any("bind" in o or "PIN" in o for o in options)
