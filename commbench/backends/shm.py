@@ -102,13 +102,13 @@ def prove_one_host(cpu_group: Any) -> bool:
     if dist.get_world_size(cpu_group) == 1:
         return True
     path: Path | None = None
+    fd = -1
     proof: tuple[str, str, str] | None = None
     if dist.get_rank(cpu_group) == 0:
         token = secrets.token_bytes(32)
         try:
             fd, path = segments.create_file(len(token))
-            with os.fdopen(fd, "r+b") as file:
-                file.write(token)
+            os.pwrite(fd, token, 0)
             proof = (str(path), hashlib.sha256(token).hexdigest(), _boot_id())
         except OSError:
             proof = None
@@ -118,6 +118,7 @@ def prove_one_host(cpu_group: Any) -> bool:
     finally:
         if path is not None:
             segments.unlink(path)
+            os.close(fd)
 
 
 def _sees(proof: tuple[str, str, str] | None) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from commbench.errors import CollectiveError
-from commbench.native.segment import directories
+from commbench.native.segment import directories, make_file
 
 
 def shared_memory_folder() -> Path:
@@ -32,22 +32,23 @@ def in_the_same_node_as(process_group: Any, source_rank: int = 0) -> list[bool]:
     if dist.get_backend(process_group) == "nccl":
         raise CollectiveError("in_the_same_node_as: the group is nccl; give the CPU (gloo) group")
     secret = secrets.token_hex(16)
-    path = shared_memory_folder() / f"commbench-{secrets.token_hex(16)}"
+    fd, path = -1, None
     proof: list[Any] = [None]
     if rank == source_rank:
         try:
-            with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as stream:
-                stream.write(secret)
+            fd, path = make_file(shared_memory_folder())
+            os.write(fd, secret.encode())
             proof = [(str(path), secret, boot_id())]
         except OSError:  # no room: then nothing can be proven
-            path.unlink(missing_ok=True)
+            proof = [None]
     try:
         dist.broadcast_object_list(proof, src=dist.get_global_rank(process_group, source_rank), group=process_group)
         answers: list[Any] = [None] * size
         dist.all_gather_object(answers, _sees(proof[0]), group=process_group)
     finally:
-        if rank == source_rank:
+        if path is not None:
             path.unlink(missing_ok=True)
+            os.close(fd)
     return answers
 
 

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from commbench.coordinator.hosts import in_the_same_node_as, shared_memory_folder
 from commbench.coordinator.objects import pickled, unpickled
 from commbench.errors import BackendUnavailable, CollectiveError, PeerLost
+from commbench.native.segment import make_file
 
 DEFAULT_CAPACITY = 8 << 20  # bytes of the ring
 DEFAULT_TIMEOUT_S = 60.0
@@ -113,8 +114,7 @@ class MessageQueue:
             if self.rank == self.writer:
                 try:
                     if self.local_readers:
-                        path = shared_memory_folder() / f"commbench-{secrets.token_hex(16)}"
-                        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                        fd, path = make_file(shared_memory_folder())
                         os.posix_fallocate(fd, 0, size)  # a full file system is an error here, not a SIGBUS later
                     if self.remote_readers:
                         listener = socket.create_server((_own_address(), 0), backlog=len(self.remote_readers))

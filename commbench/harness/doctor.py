@@ -17,7 +17,7 @@ from typing import Any
 from commbench.backends.base import Availability
 from commbench.errors import CommbenchError, PolicyError
 from commbench.harness.fingerprint import fingerprint, rank_facts, redact
-from commbench.native.segment import directories
+from commbench.native.segment import directories, stale
 from commbench.policy import list_policies, load_policy
 from commbench.policy.evaluate import read_variable
 from commbench.policy.load import version_key
@@ -81,8 +81,8 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """A directory for shared segments. error: why nothing can be made there, "" if it can. leftovers: files that a
-    killed run left (a living run unlinks its segments as soon as every rank has mapped them)."""
+    """A directory for shared segments. error: why nothing can be made there, "" if it can. leftovers: files that
+    killed runs left (a living run unlinks its segments as soon as every rank has mapped them)."""
 
     path: str
     error: str = ""
@@ -176,7 +176,7 @@ def _directory(path: Path) -> Directory:
         return Directory(str(path), "it does not exist")
     error = "" if os.access(path, os.W_OK | os.X_OK) else "no permission to write"
     space = os.statvfs(path)
-    leftovers = sum(1 for _ in path.glob("commbench-*"))
+    leftovers = len(stale(path))
     return Directory(str(path), error, space.f_bavail * space.f_frsize, leftovers)
 
 
@@ -326,8 +326,8 @@ def _memory(machine: Machine) -> list[Note]:
         else:
             notes.append(Note(section, place.path, OK, f"writable, {free} free"))
         if place.leftovers:
-            what = f"{_count(place.leftovers, 'segment')} of a run that was killed or is starting now"
-            notes.append(Note(section, place.path, NOTE, what, f"if no run is active: rm {place.path}/commbench-*"))
+            what = f"{_count(place.leftovers, 'segment')} of runs that were killed"
+            notes.append(Note(section, place.path, NOTE, what, "the next sweep removes them"))
     return notes
 
 

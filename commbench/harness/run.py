@@ -21,7 +21,9 @@ from commbench.harness.launchers import Program, launch_command
 from commbench.harness.mpirun import find_mpirun
 from commbench.harness.resume import Unfinished, differences, held, kept_after, record_of
 from commbench.harness.supervisor import Limits, interruptible, stopping
+from commbench.harness.tracing import launch_span
 from commbench.measure.settings import Settings
+from commbench.native.segment import remove_stale
 from commbench.policy import load_policy
 from commbench.store.run import Plan, Run, check_writable, create, finish, open_run, update_manifest
 from commbench.sweep import Expansion, SweepSpec, expand, parse_skew
@@ -240,10 +242,12 @@ def _measure(
 ) -> None:
     """Run launches and close the run, whatever happens. Raises StoreError when it cannot be written any more."""
     outcome = "failed"
+    remove_stale()  # the memory that killed runs left may be what this one needs
     try:
         try:
             for launch in launches:
-                run_launch(out, launch, spec.ranks, on_event, program_of(spec), limits=limits, again=again)
+                with launch_span(launch, spec.ranks):
+                    run_launch(out, launch, spec.ranks, on_event, program_of(spec), limits=limits, again=again)
             outcome = "complete"
         except KeyboardInterrupt:
             outcome = "interrupted"

@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import secrets
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -29,8 +28,9 @@ from numpy.typing import NDArray
 
 from commbench.errors import CommbenchError, PeerLost
 from commbench.measure import offset
+from commbench.measure.settings import CAPACITY
+from commbench.native.segment import make_file
 
-CAPACITY = 1 << 14  # iterations a block can hold
 _LINE = 64
 _REACHED, _ARRIVED, _READ = 1, 2, 3  # words of a rank's line, after its barrier slot
 _QUESTION, _REPLY = 4, 5  # the same, for comparing clocks
@@ -67,9 +67,7 @@ def checked_text(text: str) -> bytes:
 
 def _file() -> tuple[int, Path]:
     """A new file of random name, mode 0600, in memory where there is /dev/shm, else in the temporary folder."""
-    folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-    path = folder / f"commbench-{secrets.token_hex(16)}"
-    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), path
+    return make_file(Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir()))
 
 
 class Team(ABC):
