@@ -29,6 +29,7 @@ from commbench.harness.fingerprint import format_cpu_list, rank_facts
 from commbench.harness.heartbeat import BETWEEN, CALIBRATING, DONE, FINISHING, JOINING, STORE_LOST, Heartbeat
 from commbench.harness.launch import PROGRESS
 from commbench.harness.order import shuffled
+from commbench.harness.watch import Watch, watching
 from commbench.harness.work import read_work
 from commbench.measure import canary
 from commbench.measure.loop import Block
@@ -157,10 +158,11 @@ def _own_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def main(directory: Path, launch: int, heartbeat: Heartbeat | None = None) -> None:
+def main(directory: Path, launch: int, heartbeat: Heartbeat | None, watch: Watch) -> None:
     def stage(stage: int) -> None:
         if heartbeat is not None:
             heartbeat.stage(stage)
+        watch.stage(stage)
 
     stage(JOINING)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -211,7 +213,7 @@ def main(directory: Path, launch: int, heartbeat: Heartbeat | None = None) -> No
         tell=None if recorder is None else lambda label, order: recorder.tell("visit", label=label, order=order),
         policies=policies,
         places=places,
-        observers=[] if heartbeat is None else [heartbeat],
+        observers=[*([] if heartbeat is None else [heartbeat]), *watch.observers],
     )
     if heartbeat is not None:
         meter.host.write_times_to(Block(heartbeat.capacity, heartbeat.room))
@@ -268,7 +270,8 @@ def main(directory: Path, launch: int, heartbeat: Heartbeat | None = None) -> No
 def run(directory: Path, launch: int, heartbeat: Heartbeat | None = None) -> None:
     """``main``, and on any failure a traceback in this rank's log and an exit that waits for no peer."""
     try:
-        main(directory, launch, heartbeat)
+        with watching(directory, launch) as watch:
+            main(directory, launch, heartbeat, watch)
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank belongs in its log
         if heartbeat is not None:
             name = "" if isinstance(error, CommbenchError | RecordLost) else f"{type(error).__name__}: "
