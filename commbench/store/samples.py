@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _BYTES_PER_ITERATION = 8 + 8 + 1
+ROWS_AT_ONCE = 1 << 18  # held in memory while a log is turned into Parquet
 
 
 class SampleLog:
@@ -102,6 +103,24 @@ def _whole_length(path: Path) -> int:
     return max((end for _, end, _ in _headers(path)), default=0)
 
 
+def _table(blocks: Sequence[Mapping[str, Any]]) -> Any:
+    """One Arrow table of the columns of several blocks."""
+    import pyarrow as pa
+
+    names = list(dict.fromkeys(block["point_id"] for block in blocks))
+    codes = {name: code for code, name in enumerate(names)}
+    lengths = [len(block["rank"]) for block in blocks]
+    indices = np.repeat(np.array([codes[block["point_id"]] for block in blocks], dtype=np.int32), lengths)
+    return pa.table(
+        {
+            name: pa.DictionaryArray.from_arrays(pa.array(indices), pa.array(names))
+            if name == "point_id"
+            else pa.array(np.concatenate([block[name] for block in blocks]))
+            for name in schema.SAMPLE_COLUMNS
+        }
+    )
+
+
 def _columns(header: dict[str, Any], body: bytes, launch: int) -> dict[str, Any]:
     ranks, n = header["ranks"], header["iterations"]
     raw = np.frombuffer(body, dtype=np.uint8).reshape(ranks, n * _BYTES_PER_ITERATION)
@@ -110,7 +129,7 @@ def _columns(header: dict[str, Any], body: bytes, launch: int) -> dict[str, Any]
     valid = raw[:, 16 * n :].reshape(-1).astype(bool)
     return {
         "launch": np.full(ranks * n, launch, dtype=np.int32),
-        "point_id": [header["point_id"]] * (ranks * n),
+        "point_id": header["point_id"],
         "rank": np.repeat(np.arange(ranks, dtype=np.int32), n),
         "iteration": np.tile(np.arange(header["first"], header["first"] + n, dtype=np.int32), ranks),
         "start_ns": start,
@@ -143,25 +162,26 @@ def to_parquet(directory: Path, launch: int) -> None:
     def tables() -> Iterator[Any]:
         if target.exists():
             yield from _kept(target, {header["point_id"] for *_, header in _headers(log)})
+        pending: list[dict[str, Any]] = []
+        rows = 0
         for header, body in _blocks(log):
-            columns = _columns(header, body, launch)
-            columns["point_id"] = pa.DictionaryArray.from_arrays(
-                pa.array(np.zeros(len(columns["rank"]), dtype=np.int32)), pa.array([header["point_id"]])
-            )
-            yield pa.table({n: pa.array(c) if n != "point_id" else c for n, c in columns.items()})
+            pending.append(_columns(header, body, launch))
+            rows += len(pending[-1]["rank"])
+            if rows >= ROWS_AT_ONCE:
+                yield _table(pending)
+                pending, rows = [], 0
+        if pending:
+            yield _table(pending)
 
+    # times of one loop rise by small steps, which this encoding keeps in a third of the time and half the space
+    encodings = dict.fromkeys(("iteration", "start_ns", "end_ns"), "DELTA_BINARY_PACKED")
+    repeated = [name for name in schema.SAMPLE_COLUMNS if name not in encodings and name != "valid"]
     try:
-        with pq.ParquetWriter(temporary, arrow_schema, compression="zstd") as writer:
-            pending: list[Any] = []
-            rows = 0
+        with pq.ParquetWriter(
+            temporary, arrow_schema, compression="zstd", use_dictionary=repeated, column_encoding=encodings
+        ) as writer:
             for table in tables():
-                pending.append(table)
-                rows += table.num_rows
-                if rows >= 1 << 18:
-                    writer.write_table(pa.concat_tables(pending).unify_dictionaries().cast(arrow_schema))
-                    pending, rows = [], 0
-            if pending:
-                writer.write_table(pa.concat_tables(pending).unify_dictionaries().cast(arrow_schema))
+                writer.write_table(table.cast(arrow_schema))
         temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -195,6 +215,7 @@ def _arrow_type(kind: str) -> Any:
 def read_samples(directory: Path, point_id: str | Collection[str] | None = None) -> pd.DataFrame:
     """The samples of one point, of several, or of all, from Parquet and from logs that are still open."""
     import pandas as pd
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     folder = directory / schema.SAMPLES_DIR
@@ -202,7 +223,10 @@ def read_samples(directory: Path, point_id: str | Collection[str] | None = None)
     wanted = {point_id} if isinstance(point_id, str) else None if point_id is None else set(point_id)
     for path in sorted(folder.glob("launch-*.parquet")):
         filters = None if wanted is None else [("point_id", "in", wanted)]
-        frame = pq.read_table(path, filters=filters).to_pandas()
+        table = pq.read_table(path, filters=filters)
+        place = table.column_names.index("point_id")
+        # Arrow turns dictionaries into text much faster than pandas does
+        frame = table.set_column(place, "point_id", table["point_id"].cast(pa.large_string())).to_pandas()
         if "block" not in frame:  # a run of an earlier commbench
             frame["block"] = -1
         log = path.with_suffix(".bin")
