@@ -312,17 +312,18 @@ class GroupCoordinator(TensorCollectives):
                 stack.enter_context(module.stream(context.stream))
             for backend in self._set.ready.values():
                 stack.enter_context(backend.capture())
-            stack.enter_context(self._in_mode("graph"))
+            stack.enter_context(self.in_mode("graph"))
             yield context
 
     @contextmanager
     def compiled(self, method: str) -> Iterator[GroupCoordinator]:
         """Around a call from a compiled graph. method: the backend that was forced while tracing, "" for none."""
-        with self._in_mode("compile" if self._mode == "eager" else self._mode), self.forcing(method or self._forced):
+        with self.in_mode("compile" if self._mode == "eager" else self._mode), self.forcing(method or self._forced):
             yield self
 
     @contextmanager
-    def _in_mode(self, mode: str) -> Iterator[None]:
+    def in_mode(self, mode: str) -> Iterator[None]:
+        """Decisions as in that mode, while calls run at once: what a capture will take is warmed up so."""
         before = self._mode
         self._mode = mode
         try:

@@ -1,25 +1,21 @@
-"""What measuring on a device needs of it, as an interface, and that interface over torch.cuda.
+"""What measuring on a device needs of it, as an interface, and a barrier of streams on flags.
 
-``Device`` is everything that eager_gpu.py and graph.py touch. They run on any object with these methods, so their logic
-is tested without hardware on a scripted one. Torch is imported by ``CudaDevice`` only.
+``Device`` is everything that eager_gpu.py, graph.py and on_device.py touch. They run on any object with these methods,
+so their logic is tested without hardware on a scripted one; torch_device.py has those over torch. No torch here.
 """
 
 from __future__ import annotations
 
-import ctypes
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from commbench.errors import BackendUnavailable, CommbenchError, PeerLost
-from commbench.measure.clock import now_ns
+from commbench.errors import CommbenchError
 
 Event = Any  # what a device records
 Meet = Callable[[], None]  # all ranks meet on the host, such as Team.barrier
 
 FLAG_BYTES = 64  # a rank's flags, a cache line of their own
-DRAIN_S = 60.0  # for a stream to finish what was queued
 
 
 class DeviceError(CommbenchError):
@@ -44,6 +40,10 @@ class Device(Protocol):
 
     queue_depth: int  # work that may be queued behind a held stream
     barrier_depth: int  # pieces of work that one barrier queues
+    graphs: bool  # whether ``capture`` works
+    isolated: bool  # whether ``barrier`` holds streams back, so that calls in graphs can be isolated
+    identity: str  # which device this is, of all hosts: ranks with the same one share it
+    remark: str  # what every time taken on it must be read with, "" for nothing
 
     def event(self) -> Event: ...
 
@@ -109,62 +109,6 @@ class Held:
             self._device.release()
 
 
-class _Driver:
-    """The few calls of the CUDA driver that torch does not offer. Raises BackendUnavailable without a driver."""
-
-    GEQ, EQ = 0, 1  # CU_STREAM_WAIT_VALUE_GEQ compares cyclically: (int32)(word − value) >= 0
-    DEVICE_MAPPED = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
-    ALREADY_REGISTERED = 712
-
-    def __init__(self) -> None:
-        try:
-            self._cuda = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise BackendUnavailable("device timing", f"no CUDA driver: {error}") from error
-        word, address, size = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_size_t
-        flags, pointer = ctypes.c_uint, ctypes.c_void_p
-        # the names with _v2 are those of CUDA 12, whose stream memory operations need no driver option
-        self._wait = self._function("cuStreamWaitValue32_v2", pointer, address, word, flags)
-        self._write = self._function("cuStreamWriteValue32_v2", pointer, address, word, flags)
-        self._register = self._function("cuMemHostRegister_v2", pointer, size, flags)
-        self._unregister = self._function("cuMemHostUnregister", pointer)
-        self._pointer = self._function("cuMemHostGetDevicePointer_v2", ctypes.POINTER(address), pointer, flags)
-
-    def _function(self, name: str, *types: Any) -> Any:
-        try:
-            function = getattr(self._cuda, name)
-        except AttributeError as error:
-            raise BackendUnavailable(
-                "device timing", f"the CUDA driver has no {name}", "use CUDA 12 or newer"
-            ) from error
-        function.argtypes, function.restype = types, ctypes.c_int
-
-        def call(*values: Any) -> None:
-            code = function(*values)
-            if code:
-                text = ctypes.c_char_p()
-                self._cuda.cuGetErrorName(code, ctypes.byref(text))
-                raise DeviceError(f"{name} failed: {(text.value or b'?').decode()} ({code})")
-
-        return call
-
-    def wait(self, stream: int, word: int, value: int, equal: bool) -> None:
-        self._wait(stream, word, value & 0xFFFFFFFF, self.EQ if equal else self.GEQ)
-
-    def write(self, stream: int, word: int, value: int) -> None:
-        self._write(stream, word, value & 0xFFFFFFFF, 0)
-
-    def map(self, host: int, size: int) -> int:
-        """Let the device see host memory; its address there."""
-        self._register(host, size, self.DEVICE_MAPPED)
-        device = ctypes.c_uint64()
-        self._pointer(ctypes.byref(device), host, 0)
-        return int(device.value)
-
-    def unmap(self, host: int) -> None:
-        self._unregister(host)
-
-
 class MemoryOps(Protocol):
     """Work on a stream with one 32-bit word of memory."""
 
@@ -217,110 +161,3 @@ class FlagBarrier:
 
     def _flag(self, rank: int, word: int) -> int:
         return self._flags + rank * FLAG_BYTES + 4 * word
-
-
-class CudaDevice:
-    """``Device`` over torch.cuda, on the stream that is current when a method is called. NOT RUN ON HARDWARE.
-
-    The hold and the barrier are stream memory operations of the driver (write a word, wait for a word) on page-locked
-    host memory: they take no multiprocessor from the op that is measured, need no compiler, and know nothing of the
-    tested backend. Flags lie in memory that all ranks of the host share, FLAG_BYTES for each rank, zero at first;
-    ``address`` is where it begins in this process, on a boundary of 4096 bytes.
-    """
-
-    queue_depth = 256  # launch queues of present drivers hold 1024
-
-    def __init__(self, device: Any, rank: int, size: int, address: int, limit_s: float = DRAIN_S) -> None:
-        import torch
-
-        if address % 4096:
-            raise ValueError(f"the flags begin at {address:#x}, which is no boundary of 4096 bytes")
-        self._cuda = torch.cuda
-        self._new_event: Any = torch.cuda.Event
-        self._device = torch.device(device)
-        self._rank, self._limit_s = rank, limit_s
-        self.barrier_depth = size
-        self._driver = _Driver()
-        self._host = address
-        flags = self._driver.map(address, FLAG_BYTES * size)
-        self._barrier = FlagBarrier(self._driver, rank, size, flags)
-        self._own = torch.zeros(1, dtype=torch.int32).pin_memory()  # the hold's word, seen by this rank only
-        self._held = False
-        self._holds = 0
-
-    def close(self) -> None:
-        """Release the stream and the flags."""
-        self.release()
-        self.synchronize()
-        self._driver.unmap(self._host)
-
-    def _stream(self) -> int:
-        return int(self._cuda.current_stream(self._device).cuda_stream)
-
-    def event(self) -> Event:
-        return self._new_event(enable_timing=True)
-
-    def record(self, event: Event) -> None:
-        event.record(self._cuda.current_stream(self._device))
-
-    def elapsed_s(self, start: Event, end: Event) -> float:
-        return float(start.elapsed_time(end)) * 1e-3
-
-    def hold(self) -> None:
-        if self._held:
-            raise DeviceError("the stream is held already")
-        self._holds += 1
-        # page-locked memory has one address for host and device under unified addressing
-        self._driver.wait(self._stream(), self._own.data_ptr(), self._holds, equal=False)
-        self._held = True
-
-    def release(self) -> None:
-        self._own[0] = self._holds
-        self._held = False
-
-    def barrier(self) -> None:
-        if self._cuda.is_current_stream_capturing():
-            self._barrier.capture(self._stream())
-        else:
-            self._barrier.queue(self._stream())
-
-    def abandon(self) -> None:
-        # captured barriers cannot be opened: they end in PeerLost
-        self._barrier.open(self._stream())
-
-    def rejoin(self, meet: Meet) -> None:
-        self.release()
-        self.synchronize()
-        meet()  # nobody's stream waits for a flag any more
-        ctypes.memset(self._host + self._rank * FLAG_BYTES, 0, FLAG_BYTES)
-        self._barrier.restart()
-        meet()  # all flags are clear
-        self.barrier()
-        self.synchronize()
-        meet()
-
-    def capture(self, body: Callable[[], None], around: AbstractContextManager[Any] | None = None) -> Graph:
-        graph = self._cuda.CUDAGraph()
-        self._barrier.captured = 0
-        with around if around is not None else nullcontext():
-            # a backend's own threads may call the driver meanwhile, hence not the mode "global"
-            stream = self._cuda.current_stream(self._device)
-            on_default = stream == self._cuda.default_stream(self._device)  # which cannot be captured
-            with self._cuda.graph(graph, stream=None if on_default else stream, capture_error_mode="thread_local"):
-                body()
-        if self._barrier.captured == 1:
-            raise ValueError("a graph with one barrier cannot be replayed: capture two or more, or none")
-        return graph
-
-    def synchronize(self) -> None:
-        # not cudaStreamSynchronize: it would wait for ever for a rank that is gone
-        done = self._new_event()
-        done.record(self._cuda.current_stream(self._device))
-        end = time.monotonic() + self._limit_s
-        while not done.query():
-            if time.monotonic() > end:
-                raise PeerLost(f"the device did not finish what was queued within {self._limit_s:g} s")
-            time.sleep(20e-6)
-
-    def now_ns(self) -> int:
-        return now_ns()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from commbench.measure import eager_gpu
 from commbench.measure.device import Device, Graph
@@ -42,8 +43,9 @@ class Slope:
     """Latency of one call in a graph, in seconds.
 
     samples_s (n,): one slope for each pair of replays, from maxima over ranks. short_s, long_s (n,): those maxima,
-    T(K₁) and T(K₂). enqueue_s (ranks, 2n): the host in each launch of a graph. ``void`` says why it means nothing
-    ("" where it does); it is then not to be reported as one.
+    T(K₁) and T(K₂). enqueue_s (ranks, 2n): the host in each launch of a graph. ranks_s (ranks, n, 2): each rank's own
+    T(K₁) and T(K₂), what its barriers take taken off. ``void`` says why it means nothing ("" where it does); it is then
+    not to be reported as one.
     """
 
     kind: str
@@ -54,6 +56,16 @@ class Slope:
     enqueue_s: Array
     interval: Interval
     void: str
+    ranks_s: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """What ``replay_graphs`` measures: the short and the long graph, and if isolated the same with barriers alone."""
+
+    kind: str
+    lengths: tuple[int, int]
+    graphs: tuple[Graph, ...]
 
 
 def capture_calls(
@@ -84,37 +96,71 @@ def measure_slope(
     lengths: tuple[int, int] = (SHORT, LONG),
     around: Around | None = None,
 ) -> Slope:
-    """Capture both graphs and replay them in turn, n times each. Collective; call ``eager_gpu.warm_up`` before.
+    """``capture_graphs``, then ``replay_graphs``."""
+    if n < 1:
+        raise ValueError(f"{n} replays of each graph: one at least")
+    graphs = capture_graphs(device, ranks, calls, kind=kind, lengths=lengths, around=around)
+    return replay_graphs(device, ranks, graphs, n)
 
-    Each replay starts at a device barrier and lies between two events, queued behind a held stream. Graphs take turns,
-    so that drift falls on all of them alike; the first turn is not counted. Raises ValueError for lengths that are not
-    2 ≤ K₁ < K₂ and for a kind that is none of KINDS.
+
+def capture_graphs(
+    device: Device,
+    ranks: Ranks,
+    calls: Sequence[Call],
+    *,
+    kind: str,
+    lengths: tuple[int, int] = (SHORT, LONG),
+    around: Around | None = None,
+) -> Graphs:
+    """Capture graphs of both lengths. Collective; call ``eager_gpu.warm_up`` before.
+
+    Raises ValueError for lengths that are not 2 ≤ K₁ < K₂ and for a kind that is none of KINDS.
     """
     short, long = lengths
     if not FEWEST_CALLS <= short < long:
         raise ValueError(f"graphs of {short} and {long} calls: two lengths are needed, {FEWEST_CALLS} ≤ K1 < K2")
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is none of {', '.join(KINDS)}")
-    if n < 1:
-        raise ValueError(f"{n} replays of each graph: one at least")
     isolated = kind == "isolated"
     bodies: list[Sequence[Call]] = [calls, ()] if isolated else [calls]
     graphs = [
-        capture_calls(device, body, length, barriers=isolated, around=around) for body in bodies for length in lengths
+        capture_calls(device, body, length, barriers=isolated, around=around if body else None)
+        for body in bodies
+        for length in lengths
     ]
     ranks.barrier()  # all have captured: a rank that could not has said so, before any stream waits for its barriers
-    turn = len(graphs)
-    block = eager_gpu.take(device, ranks, [g.replay for g in graphs], turn * (n + 1), depth=1)
-    times = block.latency_s[turn:].reshape(n, turn)
+    return Graphs(kind, lengths, tuple(graphs))
+
+
+def replay_graphs(device: Device, ranks: Ranks, graphs: Graphs, n: int) -> Slope:
+    """Replay the graphs in turn, n times each. Collective.
+
+    Each replay starts at a device barrier and lies between two events, queued behind a held stream. Graphs take turns,
+    so that drift falls on all of them alike; the first turn is not counted.
+    """
+    isolated, turn = graphs.kind == "isolated", len(graphs.graphs)
+    block = eager_gpu.take(device, ranks, [g.replay for g in graphs.graphs], turn * (n + 1), depth=1)
+    size = block.device_s.shape[0]
+    by_rank = block.device_s[:, turn:].reshape(size, n, turn)
+    times = by_rank.max(0)
     with_calls = times[:, :2]
     barriers = times[:, 2:] if isolated else np.zeros((n, 2))
-    enqueue = block.enqueue_s[:, turn:].reshape(block.enqueue_s.shape[0], n, turn)[:, :, :2]
-    return slope_of(kind, lengths, with_calls, barriers, enqueue.reshape(enqueue.shape[0], -1))
+    enqueue = block.enqueue_s[:, turn:].reshape(size, n, turn)[:, :, :2]
+    own = by_rank[:, :, :2] - (by_rank[:, :, 2:] if isolated else 0.0)
+    return slope_of(graphs.kind, graphs.lengths, with_calls, barriers, enqueue.reshape(size, -1), own)
 
 
-def slope_of(kind: str, lengths: tuple[int, int], times: Array, barriers: Array, enqueue_s: Array) -> Slope:
+def slope_of(
+    kind: str,
+    lengths: tuple[int, int],
+    times: Array,
+    barriers: Array,
+    enqueue_s: Array,
+    ranks_s: NDArray[np.float64] | None = None,
+) -> Slope:
     """The slope from times (n, 2) of the short and the long graph, and of the same with barriers alone (or zeros).
 
+    ranks_s: as in ``Slope``; without it, one rank that has those times.
     Void if the interval of the slope reaches down to zero, and if the graphs disagree: if the long graph takes longer
     per call than the short one by more than 5 %, although more calls share its launch. No straight line with a launch
     cost of zero or more does that: a queue is full, or the device slowed down.
@@ -136,7 +182,8 @@ def slope_of(kind: str, lengths: tuple[int, int], times: Array, barriers: Array,
             f"the two graphs disagree: {long} calls take {format_time(typical[1] / long)} each, {short} calls only "
             f"{format_time(typical[0] / short)}"
         )
-    return Slope(kind, lengths, samples, times[:, 0], times[:, 1], enqueue_s, interval, void)
+    own = (times - barriers)[None] if ranks_s is None else ranks_s
+    return Slope(kind, lengths, samples, times[:, 0], times[:, 1], enqueue_s, interval, void, own)
 
 
 # ---- results inside replays -----------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from commbench.measure.offset import times_across
 from commbench.measure.point_state import PointState
 from commbench.measure.settings import Settings
 from commbench.measure.team import Team
+from commbench.measure.timing import Timing
 from commbench.native import load, why_unavailable
 from commbench.statistics import Array, is_steady, quantile
 from commbench.types import COLLECTIVES
@@ -39,7 +40,7 @@ KNOWN_DURATIONS = ((1e-6, 400), (10e-6, 200), (1e-3, 10))  # seconds, samples
 Keep = Callable[..., None]
 
 
-class HostTiming:
+class HostTiming(Timing):
     """Times calls with the host's clock, on all ranks in step.
 
     sync: how iterations start here; ``window`` needs a core for each rank and one clock for all (``windows``).
@@ -56,13 +57,13 @@ class HostTiming:
         observer: Observer,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._team = team
+        super().__init__(team)
         self._settings = settings
         self._keep = keep
         self._observer = observer
         self._clock_s = clock_s
         self.sync = "barrier" if settings.sync == "window" and not windows else settings.sync
-        self._gate = make_gate(self.sync, team)
+        self._gate = make_gate(self.sync, team, settings.patience_s)
         self._window = self._gate if isinstance(self._gate, WindowGate | NativeGate) else None
         if settings.skew_rank == team.rank and settings.skew_s:
             self._gate = DelayedGate(self._gate, settings.skew_s)
@@ -137,14 +138,16 @@ class HostTiming:
     # ---- a point ----------------------------------------------------------------------------------------
 
     def prepare(self, s: PointState, picked: str) -> None:
-        """Bind what this way of timing calls. picked: the backend that the policy picks."""
         s.delta_ns = smallest_delta_ns(self._team.size)
         if self._settings.loop == "native" and COLLECTIVES[s.point.collective].dispatched:
             s.backend = s.place.coordinator.backend(picked)
             bound = [b.native_call(s.backend) for b in s.buffers]
             s.native = [] if None in bound else bound
 
-    def take(self, s: PointState, n: int, keep: bool = True) -> Samples:
+    def take(self, s: PointState, n: int, keep: bool = True) -> None:
+        self._seen(s, n, keep)
+
+    def _seen(self, s: PointState, n: int, keep: bool) -> Samples:
         """Take n samples on all ranks and see them over all ranks."""
         block, gate = self._block, self._gate
         if self.sync == "window" and self._window is not None:
@@ -183,13 +186,13 @@ class HostTiming:
         return samples
 
     def warm_up(self, s: PointState, time_cap: float) -> None:
-        """Until the series is steady twice running, or the time for warm-up is used up; then batch and block size."""
+        """Until the series is steady twice running, or WARMUP_SHARE of the time is used up; then batch and block."""
         started = self._clock_s()
         seen: list[Array] = []
         agreed, n, iterations = 0, FIRST_WARMUP * len(s.calls), 0
         n = min(n, self._team.capacity)
         while True:
-            samples = self.take(s, n, keep=False)
+            samples = self._seen(s, n, keep=False)
             iterations += n
             seen.append(samples.latency)
             elapsed = self._clock_s() - started

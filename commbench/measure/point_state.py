@@ -19,6 +19,8 @@ from commbench.types import Point
 
 if TYPE_CHECKING:
     from commbench.backends.base import Backend
+    from commbench.measure.device import Graph
+    from commbench.measure.graph import Graphs
 
 
 @dataclass(slots=True)
@@ -57,6 +59,10 @@ class PointState:
     decision: str = ""
     noises: list[Noise] = field(default_factory=list)
     progress: Progress | None = None
+    enqueue: list[Array] = field(default_factory=list)  # the host's time in a sample's calls, on a device
+    graphs: Graphs | None = None  # those that are timed, in mode graph
+    one_call: Graph | None = None  # a graph with one call of the first buffers, for checks
+    void: str = ""  # why a block of slopes meant nothing, the last time
     status: str = ""
     reason: str = ""
 
@@ -66,3 +72,4 @@ class PointState:
     def release(self) -> None:
         """Give back what only measuring needs."""
         self.buffers, self.calls, self.native = [], [], []
+        self.graphs = self.one_call = None

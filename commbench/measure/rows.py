@@ -13,16 +13,26 @@ from commbench.bandwidth import algbw_gb_per_s, busbw_gb_per_s
 from commbench.measure import noise as noise_module
 from commbench.measure.point_state import PointState
 from commbench.measure.team import Team
+from commbench.measure.timing import Timing
 from commbench.statistics import is_steady, median_interval, quantile, remarks
 from commbench.types import AUTO
 
 Row = dict[str, Any]
 
 
-def row_of(s: PointState, team: Team, *, sync: str, target_ci: float, clock_problem: str = "") -> Row:
+def row_of(
+    s: PointState,
+    team: Team,
+    timing: Timing,
+    *,
+    target_ci: float,
+    shared_device: bool = False,
+    clock_problem: str = "",
+) -> Row:
     """``{"point", "values"}`` of a finished point, complete on rank 0. Collective.
 
-    clock_problem: why times of different ranks were not compared, "" if they were.
+    timing: what it was timed by. shared_device: ranks share a device. clock_problem: why times of different ranks were
+    not compared, "" if they were.
     """
     mine = {
         "wrong": s.check.wrong_count,
@@ -60,7 +70,8 @@ def row_of(s: PointState, team: Team, *, sync: str, target_ci: float, clock_prob
             reasons.append(f"{s.point.backend} was asked for by name, but {picked or 'nothing'} was taken")
         elif team.rank == 0 and not len(s.all_latencies()):
             status = "unsteady"
-            reasons.append(f"all {s.n_invalid} time windows were missed: something else keeps the ranks' cores busy")
+            busy = "time windows were missed: something else keeps the ranks' cores busy"
+            reasons.append(f"all {s.n_invalid} {f'samples are void: {s.void}' if s.void else busy}")
         elif team.rank == 0 and not s.steady and not is_steady(s.all_latencies()):
             # too few or too restless warm-up iterations prove nothing: the samples themselves may
             status = "unsteady"
@@ -68,6 +79,9 @@ def row_of(s: PointState, team: Team, *, sync: str, target_ci: float, clock_prob
     if clock_problem:
         reasons.append(clock_problem)
     if status == "ok" and team.rank == 0:
+        reasons += [text for text in (timing.remark(),) if text]
+        if s.void:
+            reasons.append(f"{s.n_invalid} samples are void, the last because {s.void}")
         reasons += remarks(s.all_latencies())
         if numbers.get("ranks_agree") is False:
             reasons.append("the ranks' results differ in some bits")
@@ -79,11 +93,11 @@ def row_of(s: PointState, team: Team, *, sync: str, target_ci: float, clock_prob
         "backend_picked": picked,
         "provider": "" if not picked or "+" in picked else s.place.coordinator.provider(picked),
         "decision": s.decision,
-        "sync": sync,
+        "sync": timing.sync,
         "loop": "native" if s.native else "python",
-        "timing": "batched" if s.batch > 1 else "single",
+        "timing": timing.label(s),
         "oversubscribed": team.oversubscribed,
-        "shared_device": False,
+        "shared_device": shared_device,
         "status": status,
         "reason": "; ".join(reasons),
         "n_invalid": s.n_invalid,
@@ -98,7 +112,7 @@ def row_of(s: PointState, team: Team, *, sync: str, target_ci: float, clock_prob
         "elapsed_s": s.elapsed_s,
     }
     if team.rank == 0:
-        values.update(_times(s, sync, target_ci))
+        values.update(_times(s, timing.sync, target_ci))
     return {"point": s.point, "values": values}
 
 
@@ -155,6 +169,7 @@ def _times(s: PointState, sync: str, target_ci: float) -> Row:
         "latency_min_s": float(latencies.min()),
         "latency_max_s": float(latencies.max()),
         "t_win_median_s": float(np.median(np.concatenate(s.t_win))) if synchronised else None,
+        "enqueue_median_s": float(np.median(np.concatenate(s.enqueue))) if s.enqueue else None,
         "skew_median_s": float(np.median(np.concatenate(s.skew))) if synchronised else None,
         "algbw_gb_per_s": algbw_gb_per_s(size, interval.median),
         "busbw_gb_per_s": busbw_gb_per_s(kind, size, interval.median, n),

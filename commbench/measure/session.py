@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,17 +17,23 @@ from commbench.coordinator.group import GroupCoordinator
 from commbench.errors import BackendUnavailable, CommbenchError, PeerLost
 from commbench.measure import noise as noise_module
 from commbench.measure.buffers import copies_for
+from commbench.measure.device import Device
+from commbench.measure.eager_gpu import event_facts
 from commbench.measure.host import VISIT_S, HostTiming, Keep
+from commbench.measure.loop import Call
 from commbench.measure.numerics import CALLS, examine
 from commbench.measure.observer import Observer, Observers
+from commbench.measure.on_device import EventTiming, GraphTiming
 from commbench.measure.places import Place, Places, buffers_for
 from commbench.measure.point_state import PointState
 from commbench.measure.rows import Row, row_of
 from commbench.measure.settings import Settings
 from commbench.measure.stopping import FEWEST_VISITS, Progress, StoppingRule
 from commbench.measure.team import PointFailed, Team
+from commbench.measure.timing import Timing
+from commbench.measure.torch_device import open_device
 from commbench.policy import Policy
-from commbench.types import AUTO, Point
+from commbench.types import AUTO, COLLECTIVES, Point
 
 NUMERIC = "all_reduce"  # the collective whose numbers are looked at
 RECOVERY_S = 5.0  # for all ranks to leave a failed point
@@ -40,7 +47,8 @@ class Meter:
     ``keep(point_id, first, starts, ends, valid)`` takes the raw samples on rank 0; ``tell(label, order)`` hears
     which point is being visited; ``observers`` hear more. ``policies``: those that points name, by that name; without
     it the coordinator's own picks for all. ``places``: where points of a group run, by the group's name; without it
-    all run on ``coordinator``. ``clock_s`` is for tests.
+    all run on ``coordinator``. ``device``: how to time on it, for tests; without it, that of the settings (none for the
+    CPU). ``clock_s`` is for tests.
     """
 
     def __init__(
@@ -56,6 +64,7 @@ class Meter:
         policies: Mapping[str, Policy] | None = None,
         places: Places | None = None,
         observers: Sequence[Observer] = (),
+        device: Device | None = None,
     ) -> None:
         self._places = places or {}
         self._everywhere = Place(coordinator)
@@ -71,6 +80,17 @@ class Meter:
         # a window needs a core for each rank and one clock for all
         windows = not team.oversubscribed and self.clocks.ok
         self.host = HostTiming(team, settings, windows=windows, keep=keep, observer=self._observer, clock_s=clock_s)
+        self._device = device
+        if device is None and settings.device != "cpu":
+            self._device = open_device(team, coordinator.device)
+        self.shared_device = False
+        if self._device is not None:
+            common: dict[str, Any] = {"keep": keep, "observer": self._observer, "clock_s": clock_s}
+            events = event_facts(self._device, team)
+            self._eager = EventTiming(self._device, team, settings, events, **common)
+            self._graph = GraphTiming(self._device, team, settings, events, **common)
+            identities = team.gather_texts(self._device.identity)
+            self.shared_device = len(set(identities)) < len(identities)
         self._noise = noise_module.NoiseMeter()
         self._rng = np.random.default_rng(settings.seed)
 
@@ -97,7 +117,30 @@ class Meter:
 
     def _row(self, s: PointState) -> Row:
         problem = "" if self.clocks.ok else self.clocks.verdict()
-        return row_of(s, self._team, sync=self.host.sync, target_ci=self._settings.target_ci, clock_problem=problem)
+        return row_of(
+            s,
+            self._team,
+            self._timing(s.point),
+            target_ci=self._settings.target_ci,
+            shared_device=self.shared_device,
+            clock_problem=problem,
+        )
+
+    def _timing(self, point: Point) -> Timing:
+        """Calls that wait on the host for the device (objects, a barrier) are timed there."""
+        if self._device is None or not COLLECTIVES[point.collective].dispatched or point.collective == "barrier":
+            return self.host
+        return self._graph if point.mode == "graph" else self._eager
+
+    def _cannot(self, point: Point) -> str:
+        """Why a point cannot be timed here at all, or ""."""
+        if point.mode != "graph":
+            return ""
+        if self._device is None or not self._device.graphs:
+            return f"mode graph: {self._settings.device} has no graphs to capture; take --mode eager"
+        if self._settings.graph_timing == "isolated" and not self._device.isolated:
+            return "mode graph: streams cannot meet on this device, so no call is isolated; take --graph-timing chained"
+        return ""
 
     def _guarded(self, s: PointState, points_left: int) -> None:
         """Visit a point on all ranks; if it fails on one, the point ends as failed on all, and only it."""
@@ -122,6 +165,8 @@ class Meter:
             except PeerLost as error:
                 # a rank is held in the collective: only a new launch gets past this point
                 raise PeerLost(f"{s.reason} ({error})", error.rank) from error
+            if self._device is not None:
+                self._device.rejoin(team.barrier)
             s.calls_counted.clear()
         if s.status:
             s.release()
@@ -145,7 +190,8 @@ class Meter:
         coordinator = s.place.coordinator
         policy = self._policies.get(point.policy, coordinator.policy)
         forced = None if point.backend == AUTO else point.backend
-        with coordinator.under(policy), coordinator.forcing(forced):
+        # calls outside of a capture, too, take what a graph will
+        with coordinator.under(policy), coordinator.forcing(forced), coordinator.in_mode(point.mode):
             before = self._noise.snapshot()
             counts = coordinator.call_counts()
             if s.visits == 0:
@@ -176,10 +222,16 @@ class Meter:
         point = s.point
         copies = copies_for(point, self._cache_bytes)
         device = torch.device(self._settings.device)
+        if problem := self._cannot(point):
+            s.status, s.reason = "skipped", problem
+            return
         s.seed = (self._settings.seed << 20) + s.order
         s.buffers = [buffers_for(point, s.place, device) for _ in range(copies)]
         coordinator = s.place.coordinator
         s.calls = [b.call(coordinator) for b in s.buffers]
+        timing = self._timing(point)
+        if timing is self.host and self._device is not None:
+            s.calls = [settled(call, self._device.synchronize) for call in s.calls]
         try:
             decision = coordinator.decide(s.buffers[0].signature(coordinator))
         except BackendUnavailable as error:  # the same on all ranks: decisions depend on the call alone
@@ -189,12 +241,12 @@ class Meter:
         if point.collective == NUMERIC:
             s.quantised = s.buffers[0].quantised = coordinator.backend(decision.picked).quantised
         self._observer.decided(decision.picked)
-        self.host.prepare(s, decision.picked)
+        timing.prepare(s, decision.picked)
         for extra in s.buffers[1:]:
             extra.refill(s.seed, exact=True)
         self._check(s, exact=True)
         self._observer.phase("warm-up")
-        self.host.warm_up(s, time_cap)
+        timing.warm_up(s, time_cap)
 
     def _return_visit(self, s: PointState) -> None:
         """The caches hold another point's data by now: a few iterations before samples count."""
@@ -203,40 +255,35 @@ class Meter:
             for buffers in s.buffers:  # repeated in-place reductions run off to infinity
                 buffers.refill(s.seed, exact=True)
         n = 1 if s.block_n <= 2 else 3
-        self.host.take(s, n * len(s.calls) if s.block_n > 50 * len(s.calls) else n, keep=False)
+        self._timing(s.point).take(s, n * len(s.calls) if s.block_n > 50 * len(s.calls) else n, keep=False)
 
     def _check(self, s: PointState, exact: bool) -> None:
-        """One call on fresh inputs, held against the right answer."""
+        """Calls on fresh inputs, held against the right answer."""
         self._observer.phase("check")
-        buffers = s.buffers[0]
-        seed = s.seed + (0 if exact else 1 << 40)
-        buffers.refill(seed, exact)
-        self._team.barrier()
-        s.calls[0]()
-        s.calls_made += 1
-        s.check.add(buffers.check(seed, exact))
-        s.checked = s.point.collective != "barrier"
+        self._timing(s.point).check(s, s.seed + (0 if exact else 1 << 40), exact)
 
     def _last_check(self, s: PointState) -> None:
         """After timing: a call on random inputs, and of an all-reduce everything that numerics.py looks at."""
-        if s.point.collective != NUMERIC:
+        if s.point.collective != NUMERIC or s.point.mode == "graph":
             self._check(s, exact=False)
+        if s.point.collective != NUMERIC:
             return
         self._observer.phase("check")
-        team, seed = self._team, s.seed + (1 << 40)
+        team, call = self._team, self._timing(s.point).once(s)
         if s.place.takes_part:
-            s.numerics = examine(s.buffers[0], s.calls[0], team.barrier, seed)
+            s.numerics = examine(s.buffers[0], call, team.barrier, s.seed + (1 << 40))
             s.check.add(s.numerics.check)
         else:
             for _ in range(CALLS):
                 team.barrier()
-        s.calls_made += CALLS
+                call()
         s.checked = True
 
     def _sample(self, s: PointState, time_cap: float) -> None:
         """One visit's block, then rank 0's look at the interval."""
         self._observer.phase("sample")
-        self.host.take(s, s.block_n)
+        timing = self._timing(s.point)
+        timing.take(s, s.block_n)
         s.visits += 1
         done = next_n = 0
         if self._team.rank == 0:
@@ -246,12 +293,22 @@ class Meter:
             # blocks grow with the total, within one page and the time that is left
             wanted = s.progress.next_n - len(s.all_latencies())
             left = max(VISIT_S, time_cap - s.elapsed_s)
-            next_n = max(2, min(self._team.capacity, wanted, int(left / s.each_s)))
+            next_n = max(2, min(timing.largest_block, wanted, int(left / s.each_s)))
         done, n = self._team.from_first(done, next_n)
         if self._team.rank != 0:
             s.progress = Progress(bool(done), False, None, 0)
         if s.visits >= FEWEST_VISITS:
             s.block_n = n
+
+
+def settled(call: Call, settle: Callable[[], None]) -> Call:
+    """The call, and then what it queued on the device."""
+
+    def both() -> None:
+        call()
+        settle()
+
+    return both
 
 
 def _groups(points: Sequence[tuple[int, Point]]) -> Iterator[list[tuple[int, Point]]]:

@@ -18,7 +18,8 @@ class Settings:
     (gate.SYNCS). loop: python, or native where the backend can be called from compiled code. skew_rank starts every
     iteration late by skew_s (None: no rank does). device: cpu or cuda. backends: those to set up beside the policies'.
     tp, pp, ep: sizes of the groups (tp 0: all ranks). patience_s: how long ranks wait for each other before they give
-    up by themselves; longer than the watching command, which can say who stopped.
+    up by themselves; longer than the watching command, which can say who stopped. graph_timing: isolated or chained
+    (graph.KINDS). share_device: ranks may share a device where there are fewer devices than ranks.
     """
 
     seed: int = 0
@@ -35,6 +36,8 @@ class Settings:
     pp: int = 1
     ep: int = 1
     patience_s: float = 60.0
+    graph_timing: str = "isolated"
+    share_device: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -32,6 +32,8 @@ class ScriptedDevice:
         self, *, queue_ns: int = 5_000, launch_ns: int = 7_000, event_ns: int = 0, queue_depth: int = 64
     ) -> None:
         self.queue_depth = queue_depth
+        self.graphs = self.isolated = True
+        self.identity, self.remark = "scripted", ""
         self.barrier_depth = 2
         self.queue_ns, self.launch_ns, self.event_ns = queue_ns, launch_ns, event_ns
         self.barrier_ns = 1_000

@@ -11,13 +11,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from commbench.errors import BackendUnavailable, PeerLost
-from commbench.measure.device import FLAG_BYTES, CudaDevice, DeviceError, FlagBarrier, Held
+from commbench.measure.device import FLAG_BYTES, DeviceError, FlagBarrier, Held
 from commbench.measure.eager_gpu import LARGEST_WARMUP, WARMUP_BLOCK, event_facts, iterations_per_hold, take, warm_up
+from commbench.measure.torch_device import CudaDevice
 from tests.measure.scripted_device import ScriptedDevice, ScriptedRanks
 
 ONE = ScriptedRanks()
@@ -359,6 +361,9 @@ class FakeCuda:
         self.Event = Event
         self.CUDAGraph = lambda: "a graph"
 
+    def get_device_properties(self, number: int) -> object:
+        return SimpleNamespace(uuid=f"GPU-{number}")
+
     def current_stream(self, device: object) -> object:
         return self.stream
 
@@ -401,7 +406,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CudaDevice, FakeCuda
     """Rank 1 of 2, over a driver and a torch.cuda that only write down what they are told; and where its flags are."""
     import torch
 
-    from commbench.measure import device as module
+    from commbench.measure import torch_device as module
 
     log: list[tuple[object, ...]] = []
     fake = FakeCuda(log)
