@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from commbench.cli._optional import bare
 from commbench.errors import CommbenchError, Interrupted, LaunchError
 from commbench.sweep import SweepSpec, find_sweep, make_spec, read_file
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from commbench.harness.launch import Event
+    from commbench.harness.look import Look
     from commbench.store.run import Run
 
 _FLAGS = {
@@ -49,7 +52,7 @@ _FLAGS = {
 }
 
 
-@click.command(context_settings={"max_content_width": 100})
+@click.command(cls=bare("--profile", "auto"), context_settings={"max_content_width": 100})
 @click.argument("spec_file", metavar="[SPEC]", required=False)
 @click.option("--tp", type=int, help="Ranks of a tensor parallel group. More ranks than cores work on CPU, and are "
               "marked. [default: 2]")  # fmt: skip
@@ -88,6 +91,10 @@ _FLAGS = {
 @click.option("--retry", metavar="STATUSES", help="With --resume: repeat points that are failed, timeout, wrong or "
               "unsteady (comma-separated).")  # fmt: skip
 @click.option("--force", is_flag=True, help="With --resume: go on although spec, version or machine differ.")
+@click.option("--profile", metavar="[=ACTIVITIES]", help="Profile each point's checks and first block: a Chrome trace "
+              "per rank and launch. Activities: cpu, cuda, xpu. [default: what the device has]")  # fmt: skip
+@click.option("--trace", is_flag=True, help="Note spans of launches, points, visits and phases: trace.json.")
+@click.option("--otlp-endpoint", metavar="URL", help="Send the spans there too, such as http://localhost:4318.")
 @click.option("--out", type=click.Path(path_type=Path), help="Run directory. [default: reports/<time>-<name>-<id>]")
 @click.option("--dry-run", is_flag=True, help="Print the points, the time it may take and the command; launch nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, and nothing else there.")
@@ -98,6 +105,9 @@ def command(
     resume: Path | None,
     retry: str | None,
     force: bool,
+    profile: str | None,
+    trace: bool,
+    otlp_endpoint: str | None,
     dry_run: bool,
     as_json: bool,
     quiet: bool,
@@ -112,11 +122,13 @@ def command(
     commbench sweep --resume reports/20260101-120000-sweep-1a2b --retry failed,timeout
     """
     from commbench.harness import run as harness
+    from commbench.harness.look import Look
 
+    look = Look.of(profile, trace, otlp_endpoint, os.environ)
     if resume is not None:
         if out is not None:
             raise click.UsageError("--out and --resume: a run that goes on stays where it is; leave --out away")
-        return _resume(resume, spec_file, flags, retry, force, dry_run, as_json, quiet)
+        return _resume(resume, spec_file, flags, retry, force, look, dry_run, as_json, quiet)
     if retry is not None or force:
         raise click.UsageError(
             f"{'--force' if retry is None else '--retry'} is for a run that goes on: add --resume RUN"
@@ -124,6 +136,7 @@ def command(
 
     spec = _spec(spec_file, flags)
     expansion, settings = harness.prepare(spec)
+    look.check(settings.device)
     directory = out if out is not None else Path("reports") / harness.new_run_id(spec.name)
     if dry_run:
         _print_plan(harness.dry_run(expansion, spec, directory), as_json)
@@ -136,7 +149,7 @@ def command(
     estimate_s = harness.estimate_s(expansion, spec)
     return _watch(
         lambda on_event: harness.execute(spec, expansion, settings, directory, on_event, sys.argv),
-        directory, total, estimate_s, as_json, quiet,
+        directory, total, estimate_s, look, as_json, quiet,
     )  # fmt: skip
 
 
@@ -146,6 +159,7 @@ def _resume(
     flags: dict[str, Any],
     retry: str | None,
     force: bool,
+    look: Look,
     dry_run: bool,
     as_json: bool,
     quiet: bool,
@@ -175,12 +189,13 @@ def _resume(
         return 0
     if not total:
         return _finish(directory, as_json, quiet, False, None)
+    look.check(work.plan.settings["device"])
     estimate_s = harness.estimate_s(Expansion(tuple(p for _, p in work.points), {}), waiting) / waiting.launches
     return _watch(
         lambda on_event: harness.resume(
             work, on_event, retry=statuses, changed=changed, limits=harness.limits_of(waiting), argv=sys.argv
         ),
-        directory, total, estimate_s, as_json, quiet,
+        directory, total, estimate_s, look, as_json, quiet,
     )  # fmt: skip
 
 
@@ -189,6 +204,7 @@ def _watch(
     directory: Path,
     total: int,
     estimate_s: float,
+    look: Look,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -197,15 +213,21 @@ def _watch(
     from commbench.harness.supervisor import StopAtOnce
 
     interrupted = failed = None
+    warnings: list[str] = []
     with watcher(total, quiet=quiet, estimate_s=estimate_s) as on_event:
         try:
-            measure(on_event)
+            with look.at(directory, warnings.append):
+                measure(on_event)
         except StopAtOnce as error:
             raise Interrupted(f"interrupted twice; finished points are kept in {directory}") from error
         except KeyboardInterrupt as error:
             interrupted = error
         except LaunchError as error:
             failed = error
+    for warning in warnings:
+        click.echo(f"warning: {warning}", err=True)
+    for line in [] if quiet else look.told(directory):
+        click.echo(line, err=as_json)
     return _finish(directory, as_json, quiet, interrupted is not None, failed)
 
 

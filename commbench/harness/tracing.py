@@ -16,7 +16,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -223,7 +223,7 @@ class Trace:
         self.launches.append(span)
         told = {TRACE_VARIABLE: "1", PARENT_VARIABLE: Context(self.context.trace_id, span.span_id).header()}
         try:
-            with _environment(told):
+            with environment(told):
                 yield
         except BaseException as error:
             span.error = str(error) or type(error).__name__
@@ -237,22 +237,43 @@ class Trace:
         ends = {span.span_id: span.end_ns for span in self.launches}
         found = [(_resource(**{"service.instance.id": "sweep"}), own)]
         for path in sorted((self.directory / TRACE_DIR).glob("launch-*.rank-*.jsonl")):
-            found += read_spans(path, ends)
+            found += read_spans(path, self.context.trace_id, ends)
+        own += self._around([span for _, spans in found[1:] for span in spans if span.name == "rank"])
         return found
 
+    def _around(self, ranks: Sequence[Span]) -> list[Span]:
+        """What a launch takes before its first rank's process is there, and after its last is gone."""
+        made = []
+        for launch in self.launches:
+            mine = [span for span in ranks if span.parent_id == launch.span_id]
+            if mine:
+                first, last = min(s.start_ns for s in mine), max(s.end_ns for s in mine)
+                for name, start, end in (
+                    ("launcher starts", launch.start_ns, first),
+                    ("launcher ends", last, launch.end_ns),
+                ):
+                    attributes = {"launch": launch.attributes["launch"]}
+                    made.append(Span(name, secrets.token_hex(8), launch.span_id, start, max(start, end), attributes))
+        return made
 
-def read_spans(path: Path, launch_ends: Mapping[str, int]) -> list[tuple[dict[str, Any], list[Span]]]:
-    """Resource and spans of each process that wrote to a file. One that was killed has its whole span closed at the end
-    of its launch, and marked."""
+
+def read_spans(path: Path, trace_id: str, launch_ends: Mapping[str, int]) -> list[tuple[dict[str, Any], list[Span]]]:
+    """Resource and spans of each process that wrote to a file for this trace (a run that was resumed has others).
+
+    launch_ends: launch span → its end. The whole span of a process that was killed is closed there, and marked.
+    """
     processes: list[tuple[dict[str, Any], list[Span], Span]] = []
+    ours = False
     for line in path.read_text().splitlines():
         try:
             record = json.loads(line)
         except ValueError:
             continue  # cut short by a kill
         if "resource" in record:
-            processes.append((record["resource"], [], Span(**record["whole"])))
-        elif processes:
+            ours = record["trace_id"] == trace_id
+            if ours:
+                processes.append((record["resource"], [], Span(**record["whole"])))
+        elif ours:
             processes[-1][1].append(Span(**record))
     for _, spans, whole in processes:
         if all(span.span_id != whole.span_id for span in spans):
@@ -263,7 +284,7 @@ def read_spans(path: Path, launch_ends: Mapping[str, int]) -> list[tuple[dict[st
 
 
 @contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def environment(values: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -291,7 +312,7 @@ def traced(directory: Path, endpoint: str, warn: Callable[[str], None]) -> Itera
     The trace goes on that of ``TRACEPARENT``, where the environment has one. An endpoint that cannot be reached is
     warned of once. Raises UsageError before anything runs for an endpoint that is none, and without the extra.
     """
-    exporter = _exporter(endpoint) if endpoint else None
+    exporter = exporter_to(endpoint) if endpoint else None
     above = Context.read(os.environ.get(PARENT_VARIABLE)) or Context(secrets.token_hex(16))
     root = Span("sweep", secrets.token_hex(8), above.span_id, time.time_ns(), 0, {"run": directory.name})
     trace = Trace(directory, Context(above.trace_id, root.span_id), root)
@@ -339,23 +360,31 @@ def write_chrome(path: Path, trace_id: str, processes: Iterable[tuple[dict[str, 
     write_json(path, {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"trace_id": trace_id}})
 
 
-def listed(directory: Path) -> str:
-    """A trace in a few lines: of each rank, how long its stages took, and what part of its launch they make up."""
+def listed(directory: Path) -> list[str]:
+    """A trace in a few lines: what each launch waits for its launcher, and what each rank's stages take."""
     events = json.loads((directory / TRACE_JSON).read_text())["traceEvents"]
     spans = [e for e in events if e["ph"] == "X"]
-    launches = {e["args"]["span_id"]: e for e in spans if e["name"] == "launch"}
+
+    def below(parent: dict[str, Any]) -> list[dict[str, Any]]:
+        return [e for e in spans if e["args"]["parent_id"] == parent["args"]["span_id"]]
+
+    def told(parts: list[dict[str, Any]]) -> str:
+        return ", ".join(f"{e['name']} {e['dur'] / 1e6:.2f} s" for e in parts)
+
     lines = []
-    for rank in (e for e in spans if e["name"] == "rank"):
-        launch = launches[rank["args"]["parent_id"]]
-        stages = [e for e in spans if e["args"]["parent_id"] == rank["args"]["span_id"]]
-        inside = sum(e["dur"] for e in spans if e["name"] == "visit" and e["pid"] == rank["pid"])
-        told = ", ".join(f"{e['name']} {e['dur'] / 1e6:.2f} s" for e in stages)
-        share = sum(e["dur"] for e in stages) / launch["dur"]
-        lines.append(
-            f"launch {rank['args']['launch']} rank {rank['args']['rank']}: {told} (visits {inside / 1e6:.2f} s); "
-            f"{share:.0%} of the launch's {launch['dur'] / 1e6:.2f} s"
-        )
-    return "\n".join(lines)
+    for launch in (e for e in spans if e["name"] == "launch"):
+        around = [e for e in below(launch) if e["name"] != "rank"]
+        outside = sum(e["dur"] for e in around)
+        lines.append(f"launch {launch['args']['launch']}: {launch['dur'] / 1e6:.2f} s, of it {told(around)}")
+        for rank in (e for e in below(launch) if e["name"] == "rank"):
+            stages = below(rank)
+            visits = sum(e["dur"] for e in spans if e["name"] == "visit" and e["pid"] == rank["pid"])
+            share = (outside + sum(e["dur"] for e in stages)) / launch["dur"]
+            lines.append(
+                f"  rank {rank['args']['rank']}: {told(stages)}; {visits / 1e6:.2f} s in visits of points; "
+                f"all adds up to {share:.0%} of the launch"
+            )
+    return lines
 
 
 # ---- OTLP -----------------------------------------------------------------------------------------------------
@@ -376,8 +405,8 @@ def check_endpoint(endpoint: str) -> str:
     return endpoint if parts.path not in ("", "/") else f"{endpoint.rstrip('/')}/v1/traces"
 
 
-def _exporter(endpoint: str) -> Any:
-    """Raises UsageError for a bad endpoint, and where the extra is not installed."""
+def exporter_to(endpoint: str) -> Any:
+    """OpenTelemetry's exporter to an endpoint. Raises UsageError for a bad one, and where the extra is missing."""
     address = check_endpoint(endpoint)
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

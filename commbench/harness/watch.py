@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from commbench.harness.heartbeat import FINISHING, STAGES
+from commbench.harness.look import EVERYTHING
 from commbench.harness.profiling import PROFILE_VARIABLE, PROFILES_DIR, Profiler, RankProfile
 from commbench.harness.tracing import RankTrace, rank_trace
 from commbench.measure.observer import Observer
@@ -48,7 +49,7 @@ def watching(directory: Path, launch: int, environment: Mapping[str, str] = os.e
     try:
         trace = rank_trace(directory, launch, rank, environment)
         if activities := environment.get(PROFILE_VARIABLE):
-            options = {"activities": activities.split(",")}
+            options = {} if activities == EVERYTHING else {"activities": activities.split(",")}
             profiler = Profiler(RankProfile(directory / PROFILES_DIR, launch, rank, options))
     except OSError as error:
         print(f"rank {rank} is not traced: {error}", file=sys.stderr)  # noqa: T201 - its log
