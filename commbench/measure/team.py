@@ -32,6 +32,7 @@ from commbench.measure.settings import CAPACITY
 from commbench.native.segment import make_file
 
 _LINE = 64
+_REMEDY = "enlarge /dev/shm (docker run --shm-size=1g)"
 _REACHED, _ARRIVED, _READ = 1, 2, 3  # words of a rank's line, after its barrier slot
 _QUESTION, _REPLY = 4, 5  # the same, for comparing clocks
 _WORDS = 64  # words that rank 0 can hand over at once
@@ -171,7 +172,8 @@ class PageTeam(Team):
                 handle, path = _file()
                 os.posix_fallocate(handle, 0, bytes_needed)
             except OSError as error:
-                problem = f"no room for {bytes_needed} bytes of shared memory in {path.parent}: {error.strerror}"
+                what = f"no room for {bytes_needed} bytes of shared memory in {path.parent}"
+                problem = f"{what}: {error.strerror}; {_REMEDY}"
         path = Path(objects.all_gather((str(path), problem))[0][0])
         page = None
         try:
