@@ -33,7 +33,8 @@ BYTES = "uint8"  # the dtype of what carries objects
 GROUPS = ("world", "tp", "pp", "moe_ep", "moe_tp", "tp:0", "pp:0", "moe_ep:0", "moe_tp:0")
 SYNCS = ("window", "barrier", "none")
 LOOPS = ("python", "native")
-LAUNCHERS = ("torchrun", "mpirun")
+LAUNCHERS = ("torchrun", "mpirun", "external")
+BINDINGS = ("", "core", "numa", "none")  # "": what the launcher does
 DEVICES = ("auto", "cpu", "cuda")
 
 Names = tuple[str, ...]
@@ -146,6 +147,8 @@ class SweepSpec(BaseModel):
     loop: str = "python"
     launcher: str = "torchrun"
     mpirun_options: str = ""
+    nnodes: int = 1
+    bind: str = ""
     skew: str = ""
     # how long to wait for it
     point_timeout: float | None = None
@@ -233,6 +236,13 @@ class SweepSpec(BaseModel):
             raise ValueError(f"{value!r} is no launcher; allowed: {', '.join(LAUNCHERS)}")
         return value
 
+    @field_validator("bind")
+    @classmethod
+    def _bind_known(cls, value: str) -> str:
+        if value not in BINDINGS:
+            raise ValueError(f"{value!r} is no way to bind ranks; allowed: {', '.join(BINDINGS[1:])}")
+        return value
+
     @field_validator("loop")
     @classmethod
     def _loop_known(cls, value: str) -> str:
@@ -247,13 +257,15 @@ class SweepSpec(BaseModel):
             _valid(parse_skew, value)
         return value
 
-    @field_validator("tp", "pp", "ep", "launches", "seed", mode="before")
+    @field_validator("tp", "pp", "ep", "launches", "seed", "nnodes", mode="before")
     @classmethod
     def _whole(cls, value: Any, info: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"{value!r} is not a whole number")
         if info.field_name in ("tp", "pp", "ep") and value < 1:
             raise ValueError(f"{value} ranks cannot hold a collective; it takes at least 2")
+        if info.field_name == "nnodes" and value < 1:
+            raise ValueError(f"{value} hosts cannot run anything; it takes at least 1")
         if info.field_name == "launches" and not 1 <= value <= 1000:
             raise ValueError(f"{value} is not between 1 and 1000")
         return value
@@ -283,6 +295,13 @@ class SweepSpec(BaseModel):
     def _sizes_fit(self) -> Self:
         if self.ranks < 2:
             raise ValueError(f"tp: {self.ranks} ranks cannot hold a collective; it takes at least 2")
+        if self.ranks % self.nnodes:
+            raise ValueError(f"nnodes: {self.ranks} ranks cannot be spread evenly over {self.nnodes} hosts")
+        if self.nnodes > 1 and self.launcher == "mpirun":
+            raise ValueError(
+                "nnodes: mpirun starts the ranks of all hosts itself; name the hosts in --mpirun-options and leave "
+                "--nnodes away"
+            )
         if self.tp % self.ep:
             raise ValueError(f"ep: {self.ep} does not divide tp, {self.tp} ranks, among which experts are split")
         return self
@@ -291,6 +310,11 @@ class SweepSpec(BaseModel):
     def ranks(self) -> int:
         """Processes of a launch."""
         return self.tp * self.pp
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Processes of a launch on each host."""
+        return self.ranks // self.nnodes
 
     def group_size(self, group: str) -> int:
         """Ranks in one group of a kind (``tp``, or ``tp:0`` for the first alone)."""
@@ -322,7 +346,7 @@ _TABLES = {
     ),
     "run": (
         "tp", "device", "launches", "target_ci", "max_time_per_point", "budget", "seed", "sync", "loop", "skew",
-        "launcher", "mpirun_options",
+        "launcher", "mpirun_options", "nnodes", "bind",
         "pp", "ep", "point_timeout", "launch_timeout",
     ),
 }  # fmt: skip

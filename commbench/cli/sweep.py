@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from commbench.cli import _nodes
 from commbench.cli._optional import bare
 from commbench.errors import CommbenchError, Interrupted, LaunchError
 from commbench.sweep import SweepSpec, find_sweep, make_spec, read_file
@@ -46,6 +47,8 @@ _FLAGS = {
     "loop": "--loop",
     "launcher": "--launcher",
     "mpirun_options": "--mpirun-options",
+    "nnodes": "--nnodes",
+    "bind": "--bind",
     "skew": "--skew",
     "point_timeout": "--point-timeout",
     "launch_timeout": "--launch-timeout",
@@ -82,6 +85,7 @@ _FLAGS = {
 @click.option("--loop", help="Timed loop: python, or native where the backend is compiled code. [default: python]")
 @click.option("--launcher", help="What starts the ranks: torchrun or mpirun (the one on PATH). [default: torchrun]")
 @click.option("--mpirun-options", metavar="TEXT", help="Options for mpirun, such as '--bind-to none'.")
+@_nodes.options
 @click.option("--skew", metavar="RANK:TIME", help="Let one rank enter every call late, such as 1:300us.")
 @click.option("--point-timeout", metavar="TIME", help="Longest time for a point in a launch; then its stacks are kept, "
               "the point is marked timeout, and the rest goes on. [default: 30 s and ten times the usual]")  # fmt: skip
@@ -125,16 +129,19 @@ def command(
     from commbench.harness.look import Look
 
     look = Look.of(profile, trace, otlp_endpoint, os.environ)
+    place = _nodes.take(flags)
     if resume is not None:
         if out is not None:
             raise click.UsageError("--out and --resume: a run that goes on stays where it is; leave --out away")
-        return _resume(resume, spec_file, flags, retry, force, look, dry_run, as_json, quiet)
+        return _resume(resume, spec_file, flags, place, retry, force, look, dry_run, as_json, quiet)
     if retry is not None or force:
         raise click.UsageError(
             f"{'--force' if retry is None else '--retry'} is for a run that goes on: add --resume RUN"
         )
 
+    place.fit(flags, {} if spec_file is None else read_file(find_sweep(spec_file)))
     spec = _spec(spec_file, flags)
+    place.check(spec)
     expansion, settings = harness.prepare(spec)
     look.check(settings.device)
     directory = out if out is not None else Path("reports") / harness.new_run_id(spec.name)
@@ -142,21 +149,29 @@ def command(
         _print_plan(harness.dry_run(expansion, spec, directory), as_json)
         return 0
 
-    from commbench.store.run import check_writable
+    from commbench.store.run import Plan, check_writable
 
+    plan = Plan(expansion.points, settings.to_dict())
+    if spec.nnodes > 1 and place.among(spec.nnodes)[0] > 0:
+        return _nodes.follow(place, spec, plan, out)
     check_writable(directory)
     total = len(expansion.points) * spec.launches
     estimate_s = harness.estimate_s(expansion, spec)
-    return _watch(
-        lambda on_event: harness.execute(spec, expansion, settings, directory, on_event, sys.argv),
-        directory, total, estimate_s, look, as_json, quiet,
-    )  # fmt: skip
+    with _nodes.leading(place, spec, plan) as others:
+        code = _watch(
+            lambda on_event: harness.execute(spec, expansion, settings, directory, on_event, sys.argv, others),
+            directory, total, estimate_s, look, as_json, quiet,
+        )  # fmt: skip
+        if others is not None:
+            others.finish(code, "")
+    return code
 
 
 def _resume(
     directory: Path,
     spec_file: str | None,
     flags: dict[str, Any],
+    place: _nodes.Place,
     retry: str | None,
     force: bool,
     look: Look,
@@ -191,12 +206,17 @@ def _resume(
         return _finish(directory, as_json, quiet, False, None)
     look.check(work.plan.settings["device"])
     estimate_s = harness.estimate_s(Expansion(tuple(p for _, p in work.points), {}), waiting) / waiting.launches
-    return _watch(
-        lambda on_event: harness.resume(
-            work, on_event, retry=statuses, changed=changed, limits=harness.limits_of(waiting), argv=sys.argv
-        ),
-        directory, total, estimate_s, look, as_json, quiet,
-    )  # fmt: skip
+    with _nodes.leading(place, work.spec, work.plan) as others:
+        code = _watch(
+            lambda on_event: harness.resume(
+                work, on_event, retry=statuses, changed=changed, limits=harness.limits_of(waiting), argv=sys.argv,
+                others=others,
+            ),
+            directory, total, estimate_s, look, as_json, quiet,
+        )  # fmt: skip
+        if others is not None:
+            others.finish(code, "")
+    return code
 
 
 def _watch(

@@ -6,19 +6,18 @@ loopback where the ranks meet on one host, and on the interface of the rendezvou
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import socket
+import importlib
 import sys
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from commbench.harness.sockets import listen_on
 
 _PLACES = ("host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers", "multi_tenant")
-_TorchStore = dist.TCPStore
 
 
-class BoundStore(_TorchStore):
+class BoundStore(TCPStore):
     """A TCPStore that, where it serves, listens on ``host_name``'s address and no other."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -31,36 +30,11 @@ class BoundStore(_TorchStore):
         super().__init__(**named)
 
 
-def listen_on(host: str, port: int) -> socket.socket | None:
-    """A listening socket at the first of the host's addresses that is one of this machine's; None where none is (behind
-    address translation the machine knows another one). Raises OSError where the port is taken.
-
-    ``localhost`` is 127.0.0.1, whatever else the system calls so: torch's clients try every address of a name.
-    """
-    found = socket.getaddrinfo("127.0.0.1" if host == "localhost" else host, port, type=socket.SOCK_STREAM)
-    for family, kind, protocol, _, address in found:
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(4096)
-        except OSError as error:
-            listener.close()
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-        else:
-            return listener
-    return None
-
-
 def bind_stores() -> None:
     """From now on the stores that torch makes in this process are BoundStores."""
-    from torch.distributed import rendezvous
-
-    # mypy knows both names as the class that is being replaced
-    for module in (dist, rendezvous):
-        with contextlib.suppress(AttributeError):
-            module.TCPStore = BoundStore  # type: ignore[misc,assignment]
+    # torch.distributed has a function of the same name as its module
+    for name in ("torch.distributed", "torch.distributed.rendezvous"):
+        setattr(importlib.import_module(name), "TCPStore", BoundStore)  # noqa: B010 - a class that mypy keeps fixed
 
 
 def main() -> None:

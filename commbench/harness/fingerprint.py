@@ -336,6 +336,11 @@ def _accelerators(topology: bool) -> dict[str, Any]:
     return found
 
 
+def accelerator_names() -> list[str]:
+    """The names of this host's GPUs, as the vendors' tools tell them."""
+    return [str(device.get("name") or "unnamed") for device in _accelerators(topology=False)["devices"]]
+
+
 def parse_nvidia_csv(text: str) -> list[dict[str, str | None]]:
     """A dict per GPU from ``nvidia-smi --query-gpu=… --format=csv,nounits``; a value that is not available is None.
 

@@ -12,10 +12,9 @@ from typing import Any, Protocol
 
 from commbench.harness import binding
 from commbench.harness import mpirun as mpi
+from commbench.harness.sockets import interface_of
 
-LAUNCHER_JOINS_S = (
-    60  # for torchrun's agents of all hosts to find each other, once every host's command has started one
-)
+LAUNCHER_JOINS_S = 60  # for the torchruns of all hosts to find each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +31,15 @@ class Nodes:
 
 class OtherHosts(Protocol):
     """The commands of the other hosts, as the one that watches the ranks here sees them."""
+
+    @property
+    def nodes(self) -> Nodes:
+        """This host's place among them, as far as it is known before a job begins."""
+        ...
+
+    def record(self) -> dict[str, Any]:
+        """What the manifest says of the hosts."""
+        ...
 
     def begin(self, launch: int) -> Nodes:
         """A job of this launch begins: the others start their ranks too. Gives where all meet."""
@@ -52,13 +60,14 @@ class Program:
     """What the ranks run: a Python, variables on top of the user's environment (None takes one away), and whether that
     Python has a commbench of its own to use in place of this one. launcher: what starts them, torchrun or mpirun;
     mpirun_options: what the user gives mpirun. bind: core, numa or none, "" for what the launcher does by itself.
-    nodes: the hosts; others: their commands, where there are several."""
+    module: what each rank runs. nodes: the hosts; others: their commands, where there are several."""
 
     python: str = sys.executable
     variables: Mapping[str, str | None] = field(default_factory=dict)
     own_commbench: bool = False
     launcher: str = "torchrun"
     mpirun_options: str = ""
+    module: str = "commbench.harness.rank"
     bind: str = ""
     nodes: Nodes = Nodes()
     others: OtherHosts | None = field(default=None, compare=False)
@@ -74,7 +83,7 @@ def launch_command(directory: Path, launch: int, ranks: int, program: Program | 
     if program.launcher == "mpirun":
         found = mpi.find_mpirun()
         options = mpi.options_of(found, ranks, _cores(), program.mpirun_options, program.bind)
-        return [found.path, *options, program.python, "-m", "commbench.harness.rank", str(directory), str(launch)]
+        return [found.path, *options, program.python, "-m", program.module, str(directory), str(launch)]
     nodes = program.nodes
     # another commbench may be too old to have an agent of its own
     agent = "torch.distributed.run" if program.own_commbench else "commbench.harness.agent"
@@ -96,7 +105,7 @@ def launch_command(directory: Path, launch: int, ranks: int, program: Program | 
         f"--nproc-per-node={ranks // nodes.count}",
         *where,
         "--module",
-        "commbench.harness.rank",
+        program.module,
         str(directory),
         str(launch),
     ]
@@ -157,13 +166,3 @@ def sockets(environment: Mapping[str, str], program: Program) -> dict[str, str]:
         return {}
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if program.nodes.count == 1 else ("GLOO_SOCKET_IFNAME",)
     return {variable: name for variable in names if variable not in environment}
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface that has this IP address; None where none has."""
-    import psutil
-
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(a.address.partition("%")[0] == address for a in addresses):
-            return name
-    return None

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import psutil
 
 from commbench import __version__
 from commbench.errors import LaunchError, SpecError, StoreError, UsageError
+from commbench.harness import binding
 from commbench.harness.fingerprint import fingerprint
 from commbench.harness.launch import NOTHING_AGAIN, Again, Event, run_launch
-from commbench.harness.launchers import Program, launch_command
-from commbench.harness.mpirun import find_mpirun
+from commbench.harness.launchers import Nodes, OtherHosts, Program, launch_command
+from commbench.harness.mpirun import binds, find_mpirun
 from commbench.harness.resume import Unfinished, differences, held, kept_after, record_of
 from commbench.harness.supervisor import Limits, interruptible, stopping
 from commbench.harness.tracing import launch_span
@@ -54,12 +56,13 @@ def resolve_device(spec: SweepSpec) -> str:
     gpus = gpu_count()
     if spec.device == "cuda" and not gpus:
         raise SpecError("--device cuda: this machine shows no GPU; use --device cpu")
-    if spec.device == "cuda" and gpus < spec.ranks:
+    if spec.device == "cuda" and gpus < spec.ranks_per_node:
         raise SpecError(
-            f"--device cuda with {spec.ranks} ranks: this machine has {gpus} GPUs, one is needed for each rank"
+            f"--device cuda with {spec.ranks_per_node} ranks here: this machine has {gpus} GPUs, one is needed for "
+            "each rank"
         )
     if spec.device == "auto":
-        return "cuda" if gpus >= spec.ranks else "cpu"
+        return "cuda" if gpus >= spec.ranks_per_node else "cpu"
     return spec.device
 
 
@@ -71,7 +74,7 @@ def prepare(spec: SweepSpec) -> tuple[Expansion, Settings]:
     def probes(policy: str, collective: str, dtype: str, ranks: int) -> list[int]:
         from commbench.policy.boundaries import probe_sizes
 
-        platform = Platform(device=device, world_size=ranks, one_host=True, group="world")
+        platform = Platform(device=device, world_size=ranks, one_host=spec.nnodes == 1, group="world")
         return probe_sizes(policies[policy], collective, dtype, platform)
 
     skew_rank, skew_s = parse_skew(spec.skew) if spec.skew else (None, 0.0)
@@ -79,8 +82,11 @@ def prepare(spec: SweepSpec) -> tuple[Expansion, Settings]:
         raise SpecError(f"--skew {spec.skew}: there is no rank {skew_rank} among {spec.ranks}; ranks start at 0")
     if skew_rank is not None and spec.loop == "native":
         raise SpecError("--skew delays the Python loop; take --loop python")
+    binding.check(spec.bind, spec.ranks_per_node)
     if spec.launcher == "mpirun":
         find_mpirun()
+        if spec.bind and binds(spec.mpirun_options):
+            raise SpecError(f"--bind {spec.bind} and --mpirun-options both say how ranks are bound; give one of them")
     elif spec.mpirun_options:
         raise SpecError("--mpirun-options: torchrun starts the ranks; add --launcher mpirun")
     expansion = expand(spec, psutil.virtual_memory().total, probes)
@@ -105,7 +111,9 @@ def prepare(spec: SweepSpec) -> tuple[Expansion, Settings]:
 
 def program_of(spec: SweepSpec) -> Program:
     """What a spec's ranks run, and what starts them."""
-    return Program(launcher=spec.launcher, mpirun_options=spec.mpirun_options)
+    return Program(
+        launcher=spec.launcher, mpirun_options=spec.mpirun_options, bind=spec.bind, nodes=Nodes(count=spec.nnodes)
+    )
 
 
 def limits_of(spec: SweepSpec) -> Limits:
@@ -179,8 +187,9 @@ def execute(
     out: Path,
     on_event: Callable[[Event], None],
     argv: Sequence[str] = (),
+    others: OtherHosts | None = None,
 ) -> Run:
-    """Run all launches and close the run directory; gives it opened.
+    """Run all launches and close the run directory; gives it opened. others: the other hosts, where there are some.
 
     On KeyboardInterrupt the ranks are stopped and every finished point is kept; the manifest's outcome then is
     ``interrupted``, and the exception goes on (as StopAtOnce when the user asked twice). Raises StoreError before
@@ -192,7 +201,7 @@ def execute(
     manifest = new_manifest(spec, expansion, settings, out, argv)
     create(out, manifest, plan)
     with interruptible(), held(out):
-        _measure(out, spec, range(spec.launches), on_event, limits_of(spec))
+        _measure(out, spec, range(spec.launches), on_event, limits_of(spec), others=others)
     return open_run(out)
 
 
@@ -218,6 +227,7 @@ def resume(
     changed: Sequence[str] = (),
     limits: Limits | None = None,
     argv: Sequence[str] = (),
+    others: OtherHosts | None = None,
 ) -> Run:
     """Measure what a run has left, with its own spec, seed and order; gives it opened.
 
@@ -228,7 +238,7 @@ def resume(
     with interruptible(), held(out):
         history = [*work.manifest.get("resumed", []), record_of(changed, retry, list(argv) or sys.argv)]
         update_manifest(out, outcome="running", resumed=history, error=None)
-        _measure(out, work.spec, work.left, on_event, limits or limits_of(work.spec), work.again)
+        _measure(out, work.spec, work.left, on_event, limits or limits_of(work.spec), work.again, others)
     return open_run(out)
 
 
@@ -239,15 +249,20 @@ def _measure(
     on_event: Callable[[Event], None],
     limits: Limits,
     again: Again = NOTHING_AGAIN,
+    others: OtherHosts | None = None,
 ) -> None:
     """Run launches and close the run, whatever happens. Raises StoreError when it cannot be written any more."""
     outcome = "failed"
+    program = program_of(spec)
+    if others is not None:
+        program = replace(program, nodes=others.nodes, others=others)
+        update_manifest(out, **others.record())
     remove_stale()  # the memory that killed runs left may be what this one needs
     try:
         try:
             for launch in launches:
                 with launch_span(launch, spec.ranks):
-                    run_launch(out, launch, spec.ranks, on_event, program_of(spec), limits=limits, again=again)
+                    run_launch(out, launch, spec.ranks, on_event, program, limits=limits, again=again)
             outcome = "complete"
         except KeyboardInterrupt:
             outcome = "interrupted"

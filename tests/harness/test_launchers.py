@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from commbench.errors import SpecError
 from commbench.harness import launchers
-from commbench.harness.agent import listen_on
-from commbench.harness.launchers import Nodes, Program, environment_of, interface_of, launch_command, launcher_facts
+from commbench.harness.launchers import Nodes, Program, environment_of, launch_command, launcher_facts
+from commbench.harness.sockets import interface_of, listen_on, parse_endpoint
 
 
 def test_on_one_host_torchrun_meets_on_loopback_under_our_agent() -> None:
@@ -105,3 +106,13 @@ def test_a_port_that_is_taken_is_an_error_and_an_address_of_another_machine_is_n
     finally:
         listener.close()
     assert listen_on("203.0.113.7", 0) is None
+
+
+def test_an_endpoint_is_a_host_with_or_without_a_port() -> None:
+    assert parse_endpoint("node0:4321") == ("node0", 4321)
+    assert parse_endpoint("node0") == ("node0", 29400)
+    assert parse_endpoint("[fd00::1]:77") == ("fd00::1", 77)
+    assert parse_endpoint("fd00::1") == ("fd00::1", 29400)
+    for bad in ("", ":1", "node0:port", "node0:99999"):
+        with pytest.raises(SpecError, match="is not HOST:PORT"):
+            parse_endpoint(bad)

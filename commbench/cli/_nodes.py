@@ -1,0 +1,146 @@
+"""The options of a sweep on several hosts, and this command's part in it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from commbench.errors import SpecError
+
+if TYPE_CHECKING:
+    from commbench.harness.nodes import Head
+    from commbench.store.run import Plan
+    from commbench.sweep import SweepSpec
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+# What launchers say of a node's number, where the user does not.
+_RANK_VARIABLES = ("SLURM_NODEID", "GROUP_RANK", "NODE_RANK")
+
+
+def options(command: Command) -> Command:
+    """``--nnodes`` and what goes with it. ``take`` removes all but nnodes and bind from the flags."""
+    for option in reversed(
+        (
+            click.option("--nnodes", type=int, help="Hosts, each with a command of its own. [default: 1]"),
+            click.option("--nproc-per-node", type=int, help="Ranks of each host. [default: all ranks / hosts]"),
+            click.option("--node-rank", type=int, help="This host's number; number 0 writes the results. "
+                         "[default: SLURM_NODEID, GROUP_RANK or NODE_RANK]"),
+            click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where all meet: an address of host 0. "
+                         "[default: MASTER_ADDR and MASTER_PORT]"),
+            click.option("--join-timeout", metavar="TIME", help="For all hosts to come. [default: 5m]"),
+            click.option("--bind", help="Bind each rank to a core, a numa node, or none. [default: what the launcher "
+                         "does: torchrun nothing, mpirun a core each]"),
+        )
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the flags say of this host. rank None, endpoint "": not said."""
+
+    rank: int | None
+    endpoint: str
+    ranks_here: int | None
+    join_s: float
+
+    def fit(self, flags: dict[str, Any], known: Mapping[str, Any]) -> None:
+        """Ranks in all from hosts and ranks per host, where nobody says how they are grouped."""
+        if self.ranks_here is not None and flags.get("tp") is None and "tp" not in known:
+            flags["tp"] = (flags.get("nnodes") or 1) * self.ranks_here // max(1, flags.get("pp") or 1)
+
+    def check(self, spec: SweepSpec) -> None:
+        """Raise SpecError where the flags do not fit the spec or each other."""
+        if spec.nnodes == 1:
+            for flag, value in (("--node-rank", self.rank), ("--rdzv-endpoint", self.endpoint or None)):
+                if value is not None:
+                    raise SpecError(f"{flag} {value}: it is for several hosts; add --nnodes N")
+        if self.ranks_here is not None and self.ranks_here * spec.nnodes != spec.ranks:
+            raise SpecError(
+                f"--nproc-per-node {self.ranks_here} on {spec.nnodes} hosts makes {self.ranks_here * spec.nnodes} "
+                f"ranks, but tp × pp is {spec.ranks}"
+            )
+
+    def among(self, count: int) -> tuple[int, str, int]:
+        """(this host's number, host and port where all meet). Raises SpecError where one is not said or impossible."""
+        from commbench.harness.sockets import parse_endpoint
+
+        rank = self.rank
+        if rank is None:
+            said = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), None)
+            if said is None:
+                raise SpecError(f"--nnodes {count}: say which host this is with --node-rank 0 to {count - 1}")
+            rank = int(said)
+        if not 0 <= rank < count:
+            raise SpecError(f"--node-rank {rank} is not between 0 and {count - 1}")
+        endpoint = self.endpoint
+        if not endpoint and os.environ.get("MASTER_ADDR"):
+            endpoint = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '29400')}"
+        if not endpoint:
+            raise SpecError(f"--nnodes {count}: say where the hosts meet with --rdzv-endpoint HOST:PORT of host 0")
+        return rank, *parse_endpoint(endpoint)
+
+
+def take(flags: dict[str, Any]) -> Place:
+    """This host's part of the flags, which are removed from them. Raises SpecError."""
+    from commbench.units import parse_duration
+
+    join = flags.pop("join_timeout")
+    from commbench.harness.nodes import JOIN_S
+
+    return Place(
+        flags.pop("node_rank"),
+        flags.pop("rdzv_endpoint") or "",
+        flags.pop("nproc_per_node"),
+        JOIN_S if join is None else parse_duration(join),
+    )
+
+
+def digest(plan: Plan, launches: int) -> str:
+    """What hosts compare to know that they were given the same sweep."""
+    text = json.dumps([[p.to_dict() for p in plan.points], dict(plan.settings), launches], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def leading(place: Place, spec: SweepSpec, plan: Plan) -> Iterator[Head | None]:
+    """Inside, the other hosts are there and fit (None where there are none); at the end they are told the outcome."""
+    if spec.nnodes == 1:
+        yield None
+        return
+    from commbench.harness.nodes import Head, lead
+    from commbench.harness.preflight import facts_here
+
+    _, host, port = place.among(spec.nnodes)
+    head = Head(host, port, spec.nnodes, facts_here(0, digest(plan, spec.launches)), _say)
+    with lead(head, place.join_s):
+        yield head
+
+
+def follow(place: Place, spec: SweepSpec, plan: Plan, out: Path | None) -> int:
+    """Be a host other than number 0; gives node 0's exit code. out: where the ranks' logs stay, none if None."""
+    from commbench.harness.follower import part_of
+    from commbench.harness.nodes import follow as follow_node
+    from commbench.harness.preflight import facts_here
+    from commbench.harness.run import limits_of, program_of
+    from commbench.harness.supervisor import interruptible
+
+    rank, host, port = place.among(spec.nnodes)
+    facts = facts_here(rank, digest(plan, spec.launches))
+    with interruptible(), part_of(plan, spec.ranks, limits_of(spec), out) as run_part:
+        code, text = follow_node(host, port, facts, spec.nnodes, program_of(spec), run_part, _say, place.join_s)
+    click.echo(f"node 0 has ended{f': {text}' if text else ''}", err=True)
+    return code
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)

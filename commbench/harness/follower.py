@@ -1,0 +1,39 @@
+"""The ranks of a host that does not write the results: started, watched and ended as on every other."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from commbench.harness.launch import Launch
+from commbench.harness.launchers import Program
+from commbench.harness.nodes import RunPart
+from commbench.harness.order import shuffled
+from commbench.harness.supervisor import Limits
+from commbench.store import schema
+from commbench.store.run import Plan, check_writable
+
+
+@contextlib.contextmanager
+def part_of(plan: Plan, ranks: int, limits: Limits, out: Path | None) -> Iterator[RunPart]:
+    """What runs this host's ranks of a job. Plan and logs stand in ``out``, or in a temporary folder that goes at the
+    end. Raises StoreError where ``out`` cannot be used."""
+    with contextlib.ExitStack() as stack:
+        if out is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="commbench-node-")))
+        else:
+            check_writable(out)
+            folder = out
+        (folder / schema.LOGS_DIR).mkdir(parents=True)
+        plan.save(folder)
+
+        def run_part(launch: int, program: Program) -> str:
+            points = dict(shuffled(plan.points, int(plan.settings["seed"]), launch))
+            longest = float(plan.settings.get("max_time_per_point_s", 1.0))
+            job = Launch(folder, launch, ranks, points, program, limits, longest)
+            code = job.run(lambda event: None)
+            return "" if code == 0 else job.failure()
+
+        yield run_part
