@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from commbench.harness.channel import Gone
 from commbench.harness.engine_arrays import Packed, one_per_rank
 from commbench.harness.engine_job import GRACE_S, POLL_S, Job
 from commbench.harness.launchers import launch_command, printable
+from commbench.harness.tracing import PARENT_VARIABLE, launch_span
 from commbench.store import schema
 from commbench.types import OPS, Point
 
@@ -87,6 +89,10 @@ class Measurements:
         if self.directory is None:
             raise EngineError("these measurements were not stored; give measure(…, out=FOLDER)")
         return open_run(self.directory)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 class Engine:
@@ -201,6 +207,8 @@ class Engine:
         what: Point | Sequence[Point] | SweepSpec | str | os.PathLike[str] | None = None,
         *,
         out: str | os.PathLike[str] | None = None,
+        trace: bool = False,
+        otlp_endpoint: str | None = None,
         on_event: Callable[[Mapping[str, Any]], None] | None = None,
         **settings: Any,
     ) -> Measurements:
@@ -208,28 +216,37 @@ class Engine:
 
         what: a Point, several, a SweepSpec, or a sweep's name or file; settings are those of a sweep
         (``collectives=["all_reduce"]``, ``sizes="8:1MiB:x8"``, ``max_time_per_point="0.2s"``, …) and override a file's.
-        out: a run directory to make. on_event hears ``{"event": "point", "row": …}`` as each point finishes.
+        out: a run directory to make. trace, otlp_endpoint: note spans there, as ``sweep --trace``; an endpoint that
+        cannot be reached is warned of. on_event hears ``{"event": "point", "row": …}`` as each point finishes.
 
         The ranks and the device are the engine's. Raises SpecError where the settings ask for others, as a sweep does
         for other bad input, and StoreError for an ``out`` that cannot be used. Ctrl-C ends it after the present
         points, which are kept, and goes on as KeyboardInterrupt.
         """
         from commbench.harness.engine_plan import planned
+        from commbench.harness.look import Look
 
         called_ns = time.monotonic_ns()
         self._check_usable()
         spec, expansion, how = planned(self._spec, self._settings.device, what, settings)
         directory = None if out is None else Path(out)
-        with self._turn("measure"):
+        look = Look.of(None, trace, otlp_endpoint, os.environ)
+        if look.trace and directory is None:
+            raise UsageError("measure: a trace is written into a run directory; give out=FOLDER")
+        with self._turn("measure"), contextlib.ExitStack() as stack:
             if directory is not None:
                 self._create_run(directory, spec, expansion, how)
-            message = {
+            message: Message = {
                 "command": "measure",
                 "settings": how.to_dict(),
                 "points": [p.to_dict() for p in expansion.points],
                 "run_id": "engine" if directory is None else directory.name,
                 "directory": None if directory is None else str(directory.resolve()),
             }
+            if directory is not None:
+                stack.enter_context(look.at(directory, _warn))
+                stack.enter_context(launch_span(0, self.ranks))
+                message["traceparent"] = os.environ.get(PARENT_VARIABLE, "") if look.trace else ""
             rows: list[dict[str, Any]] = []
 
             def hear(event: Mapping[str, Any]) -> None:
@@ -237,7 +254,8 @@ class Engine:
                 if on_event is not None:
                     on_event(event)
 
-            outcome, answer = "failed", {"facts": {}, "canaries": {}, "began_ns": called_ns}
+            outcome = "failed"
+            answer: Message = {"facts": {}, "canaries": {}, "began_ns": called_ns}
             try:
                 answer = self._exchange([message] * self.ranks, hear)[0][0]
                 outcome = "complete" if len(rows) == len(expansion.points) else "interrupted"
@@ -548,9 +566,9 @@ class Engine:
         """Messages that have arrived, one of each rank at most, after waiting a moment for the first."""
         job = self._job
         assert job is not None
-        ready = wait(list(job.links.values()), POLL_S)
+        ready = wait([link.fileno() for link in job.links.values()], POLL_S)
         for rank, link in job.links.items():
-            if link in ready:
+            if link.fileno() in ready:
                 with self._whole_messages():
                     try:
                         message, data = link.receive()

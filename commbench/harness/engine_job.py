@@ -49,15 +49,20 @@ class Job:
         (folder / schema.LOGS_DIR).mkdir()
         door = Door(folder)
         program = Program(variables={**variables, TOKEN_VARIABLE: door.token}, module="commbench.harness.engine_rank")
-        with (folder / schema.LOGS_DIR / f"launch-0.{program.launcher}.log").open("ab") as stream:
-            process = subprocess.Popen(
-                launch_command(folder, 0, ranks, program),
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=environment_of(program),
-                start_new_session=True,  # Ctrl-C is the driver's
-            )
+        try:
+            with (folder / schema.LOGS_DIR / f"launch-0.{program.launcher}.log").open("ab") as stream:
+                process = subprocess.Popen(
+                    launch_command(folder, 0, ranks, program),
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    env=environment_of(program),
+                    start_new_session=True,  # Ctrl-C is the driver's
+                )
+        except BaseException:
+            door.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         return cls(ranks, program, folder, door, process)
 
     def meet(self, deadline: float) -> None:
@@ -112,7 +117,7 @@ class Job:
                 self.process.wait()
         for link in self.links.values():
             with contextlib.suppress(Gone):  # a killed rank closes its end when it is gone
-                while wait([link], GRACE_S):
+                while wait([link.fileno()], GRACE_S):
                     link.receive()
             closed_quietly(link)
         self.door.close()

@@ -25,9 +25,11 @@ from commbench.errors import BackendUnavailable, CollectiveError, CommbenchError
 from commbench.harness import worker
 from commbench.harness.channel import Gone, Link, enter
 from commbench.harness.fingerprint import rank_facts
+from commbench.harness.heartbeat import BETWEEN, CALIBRATING, FINISHING, STAGES
 from commbench.harness.order import shuffled
 from commbench.harness.profiling import RankProfile
 from commbench.harness.rank import die_with_parent, log_path
+from commbench.harness.tracing import Context, RankTrace
 from commbench.measure import canary
 from commbench.measure.observer import Observer
 from commbench.measure.places import Place
@@ -207,13 +209,20 @@ class EngineRank:
         if self.rank == 0 and directory is not None:
             recorder = worker.Recorder(Path(directory), 0)
         started, first = self._canaries, FirstIteration()
+        parent = Context.read(message.get("traceparent"))
+        trace = None
+        if parent is not None:
+            trace = RankTrace(Path(directory), 0, self.rank, parent, time.time_ns())
+            trace.stage(STAGES[CALIBRATING])
         meter = self._new_meter(
             settings,
             keep=None if recorder is None else recorder.keep,
             policies={name: self._policy(name) for name in policies},
             places=self._place(points),
-            observers=[first],
+            observers=[first] if trace is None else [first, trace],
         )
+        if trace is not None:
+            trace.stage(STAGES[BETWEEN])
         for row in meter.measure(shuffled(points, settings.seed, 0)):
             if self.rank == 0:
                 if recorder is not None:
@@ -222,8 +231,12 @@ class EngineRank:
                 self._link.send({"call": message["call"], "event": "point", "row": record})
             if self._team.from_first(int(self._inbox.stopped == message["call"]))[0]:
                 break
+        if trace is not None:
+            trace.stage(STAGES[FINISHING])
         if directory is not None:
             self._canaries = canary.take(self._team)
+        if trace is not None:
+            trace.close()
         reply = {"facts": self.facts(), "canaries": {"start": started, "end": self._canaries}}
         return {**reply, "began_ns": first.began_ns}, ()
 
@@ -398,7 +411,7 @@ def _spec(tensor: torch.Tensor) -> Message:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _told(error: CommbenchError) -> Message:

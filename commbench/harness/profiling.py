@@ -104,11 +104,12 @@ def _read(options: Mapping[str, Any], execution_trace: Path) -> dict[str, Any]:
 
 
 def _activity(text: str) -> Any:
-    from torch.profiler import ProfilerActivity, supported_activities
+    from torch import profiler
 
-    found = getattr(ProfilerActivity, str(text).upper(), None)
-    if found is None or found not in supported_activities():
-        here = sorted(activity.name.lower() for activity in supported_activities())
+    supported: set[Any] = profiler.supported_activities()  # type: ignore[no-untyped-call]
+    found = getattr(profiler.ProfilerActivity, str(text).upper(), None)
+    if found not in supported:
+        here = sorted(activity.name.lower() for activity in supported)
         raise UsageError(f"start_profile: activity {text!r} is not available here; available: {', '.join(here)}")
     return found
 

@@ -431,7 +431,7 @@ def export(exporter: Any, trace_id: str, processes: Iterable[tuple[dict[str, Any
             made = _open_telemetry(trace_id, resource, spans)
             for start in range(0, len(made), _BATCH):
                 if exporter.export(made[start : start + _BATCH]) is not SpanExportResult.SUCCESS:
-                    return said.last or "the endpoint did not take it"
+                    return said.first or "the endpoint did not take it"
     finally:
         exporter.shutdown()
         for logger, (propagate, handlers) in zip(loggers, before, strict=True):
@@ -440,12 +440,15 @@ def export(exporter: Any, trace_id: str, processes: Iterable[tuple[dict[str, Any
 
 
 class _Said(logging.Handler):
-    """Keeps the last line."""
+    """Keeps the first warning: of a connection that fails, the system's word for it."""
 
-    last = ""
+    first = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.last = record.getMessage().splitlines()[0][:300]
+        if not self.first and record.levelno >= logging.WARNING:
+            line = record.getMessage().splitlines()[0]
+            found = re.search(r"\[Errno -?\d+\] ([^\"')]+)", line)
+            self.first = found[1] if found else line[:300]
 
 
 def _open_telemetry(trace_id: str, resource: Mapping[str, Any], spans: Iterable[Span]) -> list[Any]:
