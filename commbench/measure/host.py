@@ -35,6 +35,7 @@ from commbench.types import COLLECTIVES
 VISIT_S = 0.02  # time one visit of a point aims at
 FIRST_WARMUP = 4  # iterations of the first warm-up block
 WARMUP_SHARE = 0.4  # of max_time_per_point, at most, goes into the first warm-up
+CALIBRATION_S = 0.5  # longest that one series of empty iterations takes (a start across hosts can take milliseconds)
 KNOWN_DURATIONS = ((1e-6, 400), (10e-6, 200), (1e-3, 10))  # seconds, samples
 
 Keep = Callable[..., None]
@@ -65,9 +66,11 @@ class HostTiming(Timing):
         self.sync = "barrier" if settings.sync == "window" and not windows else settings.sync
         self._gate = make_gate(self.sync, team, settings.patience_s)
         self._window = self._gate if isinstance(self._gate, WindowGate | NativeGate) else None
-        if settings.skew_rank == team.rank and settings.skew_s:
-            self._gate = DelayedGate(self._gate, settings.skew_s)
+        # a delay that is asked for falls on points; the instrument itself is calibrated without it
+        delayed = settings.skew_rank == team.rank and settings.skew_s > 0
+        self._point_gate = DelayedGate(self._gate, settings.skew_s) if delayed else self._gate
         self._block = Block(team.capacity)
+        self._most = 20  # empty samples of one series
         self.native_timer: TimerFacts | None = None
         self.timer = self._calibrate()
 
@@ -81,7 +84,8 @@ class HostTiming(Timing):
         return self.native_timer if s.native and self.native_timer is not None else self.timer
 
     def _empty_ns(self, n: int, batch: int, native: bool = False) -> NDArray[np.int64]:
-        """Durations of empty samples of all ranks, in nanoseconds."""
+        """Durations of empty samples of all ranks, in nanoseconds: n of each, or as many as there is time for."""
+        n = min(n, self._most)
         if native:
             run_native_block([load().BoundCall.empty()], self._gate, n, self._block, batch)
         else:
@@ -93,6 +97,10 @@ class HostTiming(Timing):
     def _calibrate(self) -> TimerFacts:
         """Resolution, empty-iteration cost and its spread, over all ranks (the same facts on every rank)."""
         resolution = float(self._team.gather_numbers(resolution_s()).max())
+        started = time.perf_counter()
+        self._empty_ns(self._most, 1)
+        each_s = (time.perf_counter() - started) / self._most
+        (self._most,) = self._team.from_first(max(self._most, min(self._team.capacity, int(CALIBRATION_S / each_s))))
         if self._settings.loop == "native":
             self._empty_ns(200, 1, native=True)
             self.native_timer = timer_facts(self._empty_ns(1000, 1, native=True), resolution)
@@ -120,7 +128,7 @@ class HostTiming(Timing):
             overhead = timer_facts(self._empty_ns(500, 1, native), resolution).overhead_s
             for scripted_s, n in KNOWN_DURATIONS:
                 call = load().BoundCall.busy_wait([round(scripted_s * 1e9)])
-                run = run_native_block if native else run_block
+                run, n = run_native_block if native else run_block, min(n, self._most)
                 run([call], self._gate, n, self._block)
                 shared = self._team.share(self._block.starts[:n], self._block.ends[:n], self._block.late[:n])
                 samples = aggregate(*shared, synchronising=True, sync="barrier", batch=1, overhead_s=overhead)
@@ -149,7 +157,7 @@ class HostTiming(Timing):
 
     def _seen(self, s: PointState, n: int, keep: bool) -> Samples:
         """Take n samples on all ranks and see them over all ranks."""
-        block, gate = self._block, self._gate
+        block, gate = self._block, self._point_gate
         if self.sync == "window" and self._window is not None:
             self._window.delta_ns = s.delta_ns
         started = self._clock_s()

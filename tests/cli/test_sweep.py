@@ -142,6 +142,23 @@ def test_wrong_failing_and_good_points_are_told_apart_and_the_sweep_goes_on(proc
     assert "3 of 3 points are wrong, failed or timed out" in stderr
 
 
+def test_a_rank_that_enters_late_by_300_us_shows_as_skew_and_not_as_latency(process: Any, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    code, _, stderr = sweep(
+        process, out, "--tp", "2", "--sizes", "64", "--backends", "fake", "--collectives", "all_reduce",
+        "--skew", "1:300us", "--placement", "out",
+    )  # fmt: skip
+    assert code == 0, stderr
+    run = open_run(out)
+    (row,) = run.rows()
+    assert row["skew_median_s"] == pytest.approx(300e-6, rel=0.05)
+    assert row["latency_median_s"] == pytest.approx(FAKE["duration_s"], rel=0.05)
+    assert row["t_win_median_s"] == pytest.approx(300e-6 + FAKE["duration_s"], rel=0.05)
+    (launch,) = run.manifest["launches"]
+    assert launch["start"]["skew_p50_s"] < 100e-6  # the instrument is calibrated without the delay
+    assert len(launch["known_answers"]) == 6
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_killed_costs_its_point_and_the_sweep_goes_on(process: Any, tmp_path: Path) -> None:
     out = tmp_path / "run"
