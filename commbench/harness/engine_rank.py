@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -214,11 +215,12 @@ class EngineRank:
         if parent is not None:
             trace = RankTrace(Path(directory), 0, self.rank, parent, time.time_ns())
             trace.stage(STAGES[CALIBRATING])
+        model: dict[str, Any] = {"weight_numels": settings.weight_numels, "bucket_bytes": settings.bucket_bytes}
         meter = self._new_meter(
             settings,
             keep=None if recorder is None else recorder.keep,
             policies={name: self._policy(name) for name in policies},
-            places=self._place(points),
+            places={name: replace(place, **model) for name, place in self._place(points).items()},
             observers=[first] if trace is None else [first, trace],
         )
         if trace is not None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from commbench.backends.base import Group
+from commbench.backends.ca import PROVIDER_VARIABLE as CA_PROVIDER_VARIABLE
 from commbench.coordinator.group import GroupCoordinator
 from commbench.coordinator.hints import Hints
 from commbench.coordinator.layouts import parallel_layout
@@ -139,7 +140,8 @@ def _places(
             halves[kind] = make(parts, f"{kind}_halves", Hints())
         coordinator = coordinators[kind]
         takes_part = not name.endswith(":0") or world.rank in layout.of(kind)[0]
-        places[name] = Place(coordinator, halves.get(kind), takes_part)
+        model = settings.weight_numels, settings.bucket_bytes
+        places[name] = Place(coordinator, halves.get(kind), takes_part, *model)
     return places
 
 
@@ -169,6 +171,8 @@ def main(directory: Path, launch: int, heartbeat: Heartbeat | None, watch: Watch
     plan = Plan.load(directory)
     settings = Settings.from_dict(plan.settings)
     torch.set_num_threads(1)
+    if settings.ca_provider:
+        os.environ[CA_PROVIDER_VARIABLE] = settings.ca_provider
     device = torch.device(settings.device)
     if settings.device != "cpu":
         device = torch.device(settings.device, int(os.environ["LOCAL_RANK"]))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from commbench.coordinator.group import GroupCoordinator
+from commbench.coordinator.weights import DEFAULT_BUCKET_BYTES
 from commbench.measure.buffers import Buffers
 from commbench.measure.correctness import Check
 from commbench.measure.loop import nothing
@@ -35,11 +36,14 @@ _FAMILIES: dict[str, type[Traffic]] = {
 @dataclass(frozen=True, slots=True)
 class Place:
     """This rank's group for a point. halves: the group of this rank's half of it, where a point needs one.
-    takes_part: false on ranks that are idle while the first group works alone."""
+    takes_part: false on ranks that are idle while the first group works alone. weight_numels, bucket_bytes: of a weight
+    update, as in Settings."""
 
     coordinator: GroupCoordinator
     halves: GroupCoordinator | None = None
     takes_part: bool = True
+    weight_numels: tuple[int, ...] = ()
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
 
 Places = Mapping[str, Place]  # by a point's group
@@ -75,6 +79,10 @@ def buffers_for(point: Point, place: Place, device: torch.device) -> Buffers:
     if not place.takes_part:
         return IdleBuffers(point)
     rank = place.coordinator.rank_in_group
+    if point.collective == "weight_update" and place.weight_numels:
+        return WeightTraffic(
+            point, rank, device, place.coordinator, numels=place.weight_numels, bucket_bytes=place.bucket_bytes
+        )
     if point.collective in _FAMILIES:
         halves = place.halves if point.collective == "send_tensor_dict_split" else None
         return _FAMILIES[point.collective](point, rank, device, place.coordinator, halves)

@@ -19,7 +19,9 @@ class Settings:
     iteration late by skew_s (None: no rank does). device: cpu or cuda. backends: those to set up beside the policies'.
     tp, pp, ep: sizes of the groups (tp 0: all ranks). patience_s: how long ranks wait for each other before they give
     up by themselves; longer than the watching command, which can say who stopped. graph_timing: isolated or chained
-    (graph.KINDS). share_device: ranks may share a device where there are fewer devices than ranks.
+    (graph.KINDS). share_device: ranks may share a device where there are fewer devices than ranks. weight_numels,
+    bucket_bytes: elements of each tensor of a model, for weight_update (none: some of unlike sizes), and how many bytes
+    travel at once.
     """
 
     seed: int = 0
@@ -38,6 +40,8 @@ class Settings:
     patience_s: float = 60.0
     graph_timing: str = "isolated"
     share_device: bool = False
+    weight_numels: tuple[int, ...] = ()
+    bucket_bytes: int = 64 << 20
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -46,5 +50,6 @@ class Settings:
     def from_dict(cls, record: Mapping[str, Any]) -> Settings:
         known = {f.name for f in fields(cls)}
         values = {name: value for name, value in record.items() if name in known}
-        values["backends"] = tuple(values.get("backends", ()))
+        for name in ("backends", "weight_numels"):
+            values[name] = tuple(values.get(name, ()))
         return cls(**values)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from commbench.coordinator.weights import SOURCE, TensorSpec, WeightUpdateGroup
+from commbench.coordinator.weights import DEFAULT_BUCKET_BYTES, SOURCE, TensorSpec, WeightUpdateGroup
 from commbench.measure import correctness
 from commbench.measure.buffers import Buffers
 from commbench.measure.correctness import ROOT, Check, compare, fill
@@ -170,13 +170,18 @@ class DictTraffic(Traffic):
 
 
 class WeightTraffic(Traffic):
-    """A weight update from beginning to end: the group is made, a model's tensors arrive in buckets, the group ends."""
+    """A weight update from beginning to end: the group is made, a model's tensors arrive in buckets, the group ends.
 
-    def __init__(self, *arguments: Any) -> None:
+    numels: elements of the model's tensors, all of the point's dtype; without them a model is made up.
+    """
+
+    def __init__(self, *arguments: Any, numels: Sequence[int] = (), bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         super().__init__(*arguments)
         self._store: Any = None
         self._numbers: Iterator[int] = itertools.count()
-        self._specs = self._model()
+        self._bucket_bytes = bucket_bytes
+        dtype = getattr(torch, self.point.dtype)
+        self._specs = [TensorSpec(f"{i}", dtype, (numel,)) for i, numel in enumerate(numels)] or self._model()
 
     def _model(self) -> list[TensorSpec]:
         """size_bytes in up to MOST_WEIGHTS tensors of unequal sizes, as layers have: one large, three small in turn."""
@@ -226,9 +231,9 @@ class WeightTraffic(Traffic):
         )  # fmt: skip
         try:
             if self.rank == SOURCE:
-                group.send(self.given)
+                group.send(self.given, self._bucket_bytes)
             else:
-                self.got = group.receive(self._specs)
+                self.got = group.receive(self._specs, self._bucket_bytes)
         finally:
             group.destroy()
         self.coordinator.count_call("torch_dist")
