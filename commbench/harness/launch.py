@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from commbench.errors import LaunchError, StoreError
 from commbench.harness import mpirun as mpi
 from commbench.harness.heartbeat import STORE_LOST, VARIABLE, VISITING, Page, Pulse
 from commbench.harness.launchers import Program, environment_of, launch_command, launcher_facts, printable
+from commbench.harness.nodes import nearest_cause
 from commbench.harness.rank import log_path
 from commbench.harness.stacks import collect, first_stopped, write_report
 from commbench.harness.supervisor import (
@@ -29,9 +31,9 @@ from commbench.harness.supervisor import (
     Trouble,
     Watchdog,
     end_job,
-    is_alive,
     kill_job,
     kills_for_memory,
+    state_of,
     stopping,
 )
 from commbench.harness.work import remove_work, write_work
@@ -102,14 +104,23 @@ class Launch:
     stopped: tuple[int | None, str] | None = None  # the rank that stopped first, and what tells; after a hang
     report: Path | None = None  # where the stacks are
     out_of_memory: bool = False
+    elsewhere: str = ""  # why the job failed on another host, where it did
 
     @property
     def _log(self) -> Path:
         return self.directory / schema.LOGS_DIR / f"launch-{self.index}.{self.program.launcher}.log"
 
+    @property
+    def _scratch(self) -> Path:
+        """Where torchrun makes folders, which it would leave in the temporary one."""
+        return self.directory / schema.LOGS_DIR / f".launch-{self.index}"
+
     def run(self, on_event: Callable[[Event], None]) -> int:
         """Run the job to its end and give its exit status. On any exception no process of it is left."""
-        command = launch_command(self.directory, self.index, self.ranks, self.program)
+        program, others = self.program, self.program.others
+        if others is not None:
+            program = replace(program, nodes=others.begin(self.index))
+        command = launch_command(self.directory, self.index, self.ranks, program)
         tail = Tail(self.directory / PROGRESS)
         tail.skip()  # earlier launches' lines
         page = Page.create(self.ranks, CAPACITY)
@@ -126,7 +137,7 @@ class Launch:
                     stdout=stream,
                     stderr=subprocess.STDOUT,
                     stdin=subprocess.DEVNULL,
-                    env={**environment_of(self.program), VARIABLE: page.path},
+                    env={**environment_of(program), VARIABLE: page.path, "PET_LOG_DIR": str(self._scratch)},
                     start_new_session=True,  # Ctrl-C reaches the command that watches, which then ends the job
                     preexec_fn=_tied_to_parent(),
                 )
@@ -152,8 +163,10 @@ class Launch:
                 if code is not None:
                     return code
                 now = time.monotonic()
-                trouble = dog.look(self.pulses, now, is_alive)
+                trouble = dog.look(self.pulses, now, state_of)
                 self.lasted_s = dog.lasted_s
+                if trouble is None and others is not None and (why := others.trouble()):
+                    trouble = Trouble("node", why)
                 if trouble is not None and self.trouble is None:
                     self.trouble = trouble
                     self._tell("trouble", kind=trouble.kind, text=trouble.text, ranks=trouble.ranks)
@@ -167,11 +180,17 @@ class Launch:
                 time.sleep(POLL_S)
         finally:
             page.refuse()
-            end_job(job, page.pulses(), grace_s=0.0 if stopping.hurried else TERM_GRACE_S)
-            self.out_of_memory = kills_for_memory() > kills_before
-            self.pulses = page.pulses()
-            stopping.at_once.remove(at_once)
-            page.close()
+            try:
+                end_job(job, page.pulses(), grace_s=0.0 if stopping.hurried else TERM_GRACE_S)
+            finally:  # the user may ask a second time while the job ends
+                job.wait()
+                self.out_of_memory = kills_for_memory() > kills_before
+                self.pulses = page.pulses()
+                stopping.at_once.remove(at_once)
+                page.close()
+                shutil.rmtree(self._scratch, ignore_errors=True)
+                if others is not None:
+                    self.elsewhere = others.end(failed=job.returncode != 0)
 
     def _note(self, event: Event) -> None:
         if event.get("launch") != self.index:
@@ -258,7 +277,13 @@ class Launch:
 
     def failure(self) -> str:
         """Why the job ended, in one line: who stopped, the error of the rank that failed first, or the signal that
-        ended it."""
+        ended it; of several hosts, what is nearest to the cause."""
+        here = self._failure_here()
+        if not self.elsewhere:
+            return here
+        return f"{here}; {self.elsewhere}" if self.timed_out else nearest_cause(here, [self.elsewhere])
+
+    def _failure_here(self) -> str:
         if self.trouble is not None and self.trouble.kind != "dead":
             parts = [_by_rank(rank, text) for _, rank, text in self._errors[:1]] + [self.trouble.text]
             if self.stopped is not None:
@@ -400,7 +425,8 @@ def run_launch(
                 raise StoreError(launch.store_lost)
             why = launch.failure()
             record["deaths"].append(why)
-            if not launch.ready:
+            deaths = 1 if launch.finished else deaths + 1
+            if not launch.ready and ("startup_s" not in record or deaths >= MOST_DEATHS):
                 raise LaunchError(
                     f"launch {index} could not start: {why}; the ranks' output is in {directory / schema.LOGS_DIR}"
                 )
@@ -414,7 +440,7 @@ def run_launch(
             )
             if blamed is not None:
                 record["ended_by"].append(blamed)
-            deaths = 1 if launch.finished or blamed is not None else deaths + 1
+                deaths = 1
             if deaths >= MOST_DEATHS:
                 raise LaunchError(
                     f"launch {index} died {deaths} times running: {why}; see {directory / schema.LOGS_DIR}"

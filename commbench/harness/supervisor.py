@@ -72,7 +72,7 @@ class Watchdog:
         self._last: float | None = None
         self._total = 0.0
         self._outside = 0.0  # time since the ranks came up, or since they left a point
-        self._gone = 0.0
+        self._gone = self._stopped = 0.0
         self._spent: dict[int, float] = {}
         self._came_up = False
 
@@ -81,12 +81,13 @@ class Watchdog:
         """Seconds of watching so far."""
         return self._total
 
-    def look(self, pulses: Sequence[Pulse], now_s: float, alive: Callable[[Pulse], bool]) -> Trouble | None:
-        """pulses: of the ranks that have joined. alive: whether the process of a pulse still runs."""
+    def look(self, pulses: Sequence[Pulse], now_s: float, state: Callable[[Pulse], str]) -> Trouble | None:
+        """pulses: of the ranks that have joined. state: the kernel's letter for a rank's process, "" if it is gone."""
         passed = 0.0 if self._last is None else min(now_s - self._last, FOREIGN_S)
         self._last = now_s
         self._total += passed
-        gone = [p for p in pulses if not alive(p)]
+        states = {p.rank: state(p) for p in pulses}
+        gone = [p for p in pulses if not states[p.rank]]
         lost = [p.rank for p in gone if p.stage != DONE]
         first = pulses[0] if pulses else None
         order = first.order if first is not None and first.stage == VISITING else None
@@ -102,6 +103,11 @@ class Watchdog:
             kind = "launch" if self._came_up else "start"
             return Trouble(kind, f"the launch {what} {self._limits.launch_s:g} s", (), order)
         self._came_up = self._came_up or any(p.stage in (VISITING, BETWEEN, FINISHING, DONE) for p in pulses)
+        stopped = [rank for rank, letter in states.items() if letter == "T"]
+        self._stopped = self._stopped + passed if stopped else 0.0
+        if self._stopped > self._least_s:
+            kind = "hang" if self._came_up else "start"
+            return Trouble(kind, f"rank {stopped[0]} has been stopped for {self._least_s:g} s", (stopped[0],), order)
         if order is not None:
             self._outside = 0.0
             self._spent[order] = self._spent.get(order, 0.0) + passed
@@ -114,14 +120,19 @@ class Watchdog:
             if self._outside > self._limits.start_s:
                 return Trouble("start", f"the ranks did not come up within {self._limits.start_s:g} s")
             return None
-        limit = max([LEAST_POINT_S, *([] if self._limits.point_s is None else [self._limits.point_s])])
-        if self._outside > limit and not gone:
-            return Trouble("hang", f"the ranks did not go on to the next point within {limit:g} s")
+        if self._outside > max(LEAST_POINT_S, self._least_s) and not gone:
+            return Trouble("hang", f"the ranks did not go on to the next point within {self._outside:.0f} s")
         return None
 
+    @property
+    def _least_s(self) -> float:
+        """A time in which something must have happened, whatever point it is."""
+        return LEAST_POINT_S if self._limits.point_s is None else self._limits.point_s
 
-def is_alive(pulse: Pulse) -> bool:
-    return bool(process_state(pulse.pid, pulse.born))
+
+def state_of(pulse: Pulse) -> str:
+    """The kernel's letter for what a rank's process does; "" when it is gone."""
+    return process_state(pulse.pid, pulse.born)
 
 
 # ---- ending -------------------------------------------------------------------------------------------------
@@ -161,9 +172,10 @@ def _wait(job: subprocess.Popen[bytes], family: Mapping[int, int], at_most_s: fl
         time.sleep(0.02)
 
 
-def kill_job(job: subprocess.Popen[bytes], pulses: Sequence[Pulse]) -> None:
-    """The same at once."""
-    end_job(job, pulses, grace_s=0.0)
+def kill_job(pid: int, pulses: Sequence[Pulse]) -> None:
+    """End its processes at once and wait for none; for a signal handler. pid: the launcher's."""
+    ranks = _family([p.pid for p in pulses if process_state(p.pid, p.born)])
+    _signal({**ranks, pid: born(pid)}, signal.SIGKILL)
 
 
 def _family(pids: Sequence[int]) -> dict[int, int]:

@@ -99,3 +99,35 @@ def test_an_empty_log_becomes_an_empty_table(run: Path) -> None:
     SampleLog(run, 0).close()
     to_parquet(run, 0)
     assert read_samples(run).empty
+
+
+def test_a_point_that_is_begun_again_has_the_samples_of_its_last_time_only(tmp_path: Path) -> None:
+    (tmp_path / schema.SAMPLES_DIR).mkdir()
+    log = SampleLog(tmp_path, 0)
+    for value, first in ((1, 0), (1, 4), (2, 0)):  # a job died after the second block
+        times = np.full((2, 4), value, dtype=np.int64)
+        log.append("p", first, times, times + 1, np.ones(4, dtype=bool))
+    log.append("q", 0, times, times + 1, np.ones(4, dtype=bool))
+    log.close()
+    for _ in ("open", "closed"):
+        seen = read_samples(tmp_path, "p")
+        assert len(seen) == 8
+        assert set(seen["start_ns"]) == {2}
+        assert len(read_samples(tmp_path)) == 16
+        to_parquet(tmp_path, 0)
+
+
+def test_a_run_that_goes_on_keeps_its_earlier_samples_but_for_points_that_are_measured_again(tmp_path: Path) -> None:
+    (tmp_path / schema.SAMPLES_DIR).mkdir()
+    for value, names in ((1, "abc"), (2, "bd")):
+        log = SampleLog(tmp_path, 0)
+        for name in names:
+            times = np.full((2, 4), value, dtype=np.int64)
+            log.append(name, 0, times, times + 1, np.ones(4, dtype=bool))
+        log.close()
+        if value == 2:
+            assert set(read_samples(tmp_path, "b")["start_ns"]) == {2}  # also while it is being measured
+        to_parquet(tmp_path, 0)
+    seen = read_samples(tmp_path)
+    assert len(seen) == 4 * 8
+    assert seen.groupby("point_id")["start_ns"].first().to_dict() == {"a": 1, "b": 2, "c": 1, "d": 2}
