@@ -36,6 +36,9 @@ BACKENDS: dict[str, str] = {
 # recorders with the providers' published signatures (docs/backends.md).
 HARDWARE_PROVEN: frozenset[str] = frozenset({"shm", "shm_oneshot", "shm_twoshot", "torch_dist", "mpi", "fake"})
 
+# Where custom all-reduce's kernels come from (``ca``); the first that is installed, unless one is asked for.
+CA_PROVIDERS: tuple[str, ...] = ("sgl_kernel", "vllm", "flashinfer")
+
 # Those whose results can be rounded more coarsely than the dtype: they compare with exact ones only under a mark.
 QUANTISED: frozenset[str] = frozenset({"qr"})
 

@@ -19,14 +19,15 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from commbench.errors import SpecError, UnknownName, unknown
-from commbench.registry import BACKENDS
+from commbench.registry import BACKENDS, CA_PROVIDERS
 from commbench.types import AUTO, CACHES, COLLECTIVES, DTYPES, LAYOUTS, NO_DTYPE, OPS, PLACEMENTS, Point, ops_of
 from commbench.units import format_size, parse_duration, parse_percent, parse_size
 
 DEFAULT_SIZES = "8:16MiB:x8"
 BOUNDARIES = "boundaries"  # in place of a size: the policy's thresholds, one element to each side
 MOST_STEPS = 10_000
-MEASURED_MODES = ("eager",)
+MEASURED_MODES = ("eager", "graph")
+GRAPH_TIMINGS = ("isolated", "chained")
 BYTES_PER_RANK = 200 << 20  # what a rank's process takes before any buffer (torch's own memory)
 BYTES = "uint8"  # the dtype of what carries objects
 # kinds of groups; all groups of a kind work at once, unless it ends in :0, which is the first group alone
@@ -145,11 +146,14 @@ class SweepSpec(BaseModel):
     seed: int = 0
     sync: str = "window"
     loop: str = "python"
+    graph_timing: str = "isolated"
+    share_device: bool = False
     launcher: str = "torchrun"
     mpirun_options: str = ""
     nnodes: int = 1
     bind: str = ""
     skew: str = ""
+    ca_provider: str = ""  # none: the first that is installed
     # how long to wait for it
     point_timeout: float | None = None
     launch_timeout: float | None = None
@@ -243,11 +247,25 @@ class SweepSpec(BaseModel):
             raise ValueError(f"{value!r} is no way to bind ranks; allowed: {', '.join(BINDINGS[1:])}")
         return value
 
+    @field_validator("ca_provider")
+    @classmethod
+    def _ca_provider_known(cls, value: str) -> str:
+        if value and value not in CA_PROVIDERS:
+            raise ValueError(f"{value!r} is no provider of custom all-reduce; allowed: {', '.join(CA_PROVIDERS)}")
+        return value
+
     @field_validator("loop")
     @classmethod
     def _loop_known(cls, value: str) -> str:
         if value not in LOOPS:
             raise ValueError(f"{value!r} is no timed loop; allowed: {', '.join(LOOPS)}")
+        return value
+
+    @field_validator("graph_timing")
+    @classmethod
+    def _graph_timing_known(cls, value: str) -> str:
+        if value not in GRAPH_TIMINGS:
+            raise ValueError(f"{value!r} is no way to time graphs; allowed: {', '.join(GRAPH_TIMINGS)}")
         return value
 
     @field_validator("skew")
@@ -347,7 +365,8 @@ _TABLES = {
     "run": (
         "tp", "device", "launches", "target_ci", "max_time_per_point", "budget", "seed", "sync", "loop", "skew",
         "launcher", "mpirun_options", "nnodes", "bind",
-        "pp", "ep", "point_timeout", "launch_timeout",
+        "pp", "ep", "graph_timing", "share_device", "point_timeout", "launch_timeout",
+        "ca_provider",
     ),
 }  # fmt: skip
 

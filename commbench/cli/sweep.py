@@ -50,6 +50,7 @@ _FLAGS = {
     "nnodes": "--nnodes",
     "bind": "--bind",
     "skew": "--skew",
+    "ca_provider": "--ca-provider",
     "point_timeout": "--point-timeout",
     "launch_timeout": "--launch-timeout",
 }
@@ -86,6 +87,8 @@ _FLAGS = {
 @click.option("--launcher", help="What starts the ranks: torchrun or mpirun (the one on PATH). [default: torchrun]")
 @click.option("--mpirun-options", metavar="TEXT", help="Options for mpirun, such as '--bind-to none'.")
 @_nodes.options
+@click.option("--ca-provider", help="Whose custom all-reduce the backend `ca` runs: sgl_kernel, vllm or flashinfer. "
+              "[default: the first that is installed]")  # fmt: skip
 @click.option("--skew", metavar="RANK:TIME", help="Let one rank enter every call late, such as 1:300us.")
 @click.option("--point-timeout", metavar="TIME", help="Longest time for a point in a launch; then its stacks are kept, "
               "the point is marked timeout, and the rest goes on. [default: 30 s and ten times the usual]")  # fmt: skip
@@ -140,9 +143,11 @@ def command(
         )
 
     place.fit(flags, {} if spec_file is None else read_file(find_sweep(spec_file)))
+    inside = _nodes.inside(flags, {} if spec_file is None else read_file(find_sweep(spec_file)))
     spec = _spec(spec_file, flags)
     place.check(spec)
-    expansion, settings = harness.prepare(spec)
+    _nodes.check_inside(spec, inside)
+    expansion, settings = harness.prepare(spec, None if inside is None else inside.job.local_size)
     look.check(settings.device)
     directory = out if out is not None else Path("reports") / harness.new_run_id(spec.name)
     if dry_run:
@@ -154,6 +159,9 @@ def command(
     plan = Plan(expansion.points, settings.to_dict())
     if spec.nnodes > 1 and place.among(spec.nnodes)[0] > 0:
         return _nodes.follow(place, spec, plan, out)
+    if inside is not None:
+        failed = _nodes.run_inside(inside, spec, expansion, settings, directory)
+        return 0 if inside.job.rank else _finish(directory, as_json, quiet, False, failed)
     check_writable(directory)
     total = len(expansion.points) * spec.launches
     estimate_s = harness.estimate_s(expansion, spec)

@@ -51,25 +51,26 @@ def gpu_count() -> int:
     return 0
 
 
-def resolve_device(spec: SweepSpec) -> str:
-    """cpu or cuda. Raises SpecError when CUDA is asked for and not there, or has fewer devices than ranks."""
-    gpus = gpu_count()
+def resolve_device(spec: SweepSpec, ranks_here: int | None = None) -> str:
+    """cpu or cuda. ranks_here: on this host, the spec's own number if None. Raises SpecError when CUDA is asked for and
+    not there, or has fewer devices than ranks."""
+    gpus, ranks = gpu_count(), spec.ranks_per_node if ranks_here is None else ranks_here
     if spec.device == "cuda" and not gpus:
         raise SpecError("--device cuda: this machine shows no GPU; use --device cpu")
-    if spec.device == "cuda" and gpus < spec.ranks_per_node:
+    if spec.device == "cuda" and gpus < ranks:
         raise SpecError(
-            f"--device cuda with {spec.ranks_per_node} ranks here: this machine has {gpus} GPUs, one is needed for "
-            "each rank"
+            f"--device cuda with {ranks} ranks here: this machine has {gpus} GPUs, one is needed for each rank"
         )
     if spec.device == "auto":
-        return "cuda" if gpus >= spec.ranks_per_node else "cpu"
+        return "cuda" if gpus >= ranks else "cpu"
     return spec.device
 
 
-def prepare(spec: SweepSpec) -> tuple[Expansion, Settings]:
-    """Check a spec against this machine and unfold it. Raises SpecError, UnknownName or PolicyError."""
+def prepare(spec: SweepSpec, ranks_here: int | None = None) -> tuple[Expansion, Settings]:
+    """Check a spec against this machine and unfold it. ranks_here: on this host, the spec's own number if None. Raises
+    SpecError, UnknownName or PolicyError."""
     policies = {name: load_policy(name) for name in spec.policy}
-    device = resolve_device(spec)
+    device = resolve_device(spec, ranks_here)
 
     def probes(policy: str, collective: str, dtype: str, ranks: int) -> list[int]:
         from commbench.policy.boundaries import probe_sizes
@@ -82,7 +83,7 @@ def prepare(spec: SweepSpec) -> tuple[Expansion, Settings]:
         raise SpecError(f"--skew {spec.skew}: there is no rank {skew_rank} among {spec.ranks}; ranks start at 0")
     if skew_rank is not None and spec.loop == "native":
         raise SpecError("--skew delays the Python loop; take --loop python")
-    binding.check(spec.bind, spec.ranks_per_node)
+    binding.check(spec.bind, spec.ranks_per_node if ranks_here is None else ranks_here)
     if spec.launcher == "mpirun":
         find_mpirun()
         if spec.bind and binds(spec.mpirun_options):
@@ -104,6 +105,7 @@ def prepare(spec: SweepSpec) -> tuple[Expansion, Settings]:
         tp=spec.tp,
         pp=spec.pp,
         ep=spec.ep,
+        ca_provider=spec.ca_provider,
         patience_s=patience_s(spec, expansion.points),
     )
     return expansion, settings
