@@ -81,10 +81,11 @@ def together(group: Group, backend: str, step: Callable[[], T]) -> list[T]:
         value = step()
     except BackendUnavailable as error:
         reason, remedy = error.reason, error.remedy
+        waited = has_waited(error)
     except Exception as error:  # a provider may raise anything; all ranks get to know it
         logger.warning("backend %s failed to set up on rank %d", backend, group.rank, exc_info=True)
         reason = why(error)
-        waited = isinstance(error, TimeoutError | PeerLost)
+        waited = has_waited(error)
     return compare_notes(group, backend, value, reason, remedy, waited=waited)
 
 
@@ -105,6 +106,11 @@ def compare_notes(
         everywhere = len(failed) == group.world_size and len({f[2] for f in failed}) == 1
         raise UnavailableTogether(backend, text if everywhere else f"rank {rank}: {text}", help_text)
     return [note[0] for note in notes]
+
+
+def has_waited(error: BaseException) -> bool:
+    """Whether it says no more than that another rank did not come in time."""
+    return isinstance(error, TimeoutError | PeerLost) or isinstance(error.__cause__, TimeoutError | PeerLost)
 
 
 def why(error: BaseException) -> str:

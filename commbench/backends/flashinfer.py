@@ -7,6 +7,7 @@ message as rows; one that does not divide into rows is declined. NOT RUN ON HARD
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import importlib.util
 import os
@@ -14,6 +15,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from commbench.backends import device as devices
 from commbench.backends.base import Availability, Backend, Group, together
@@ -27,6 +29,7 @@ MAX_BYTES_VARIABLE = "COMMBENCH_FLASHINFER_MAX_BYTES"
 DEFAULT_MAX_BYTES = 8 << 20
 KERNELS = ("trtllm", "mnnvl", "auto")
 MOST_RANKS = 16
+MEETING_S = 60.0  # for all ranks to make a workspace; it may have to be compiled
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
 ROW = 1024  # elements; a shorter message is one row
 PACK = 16  # bytes that a thread moves at once: rows are multiples of it
@@ -40,6 +43,14 @@ def _rows(numel: int, itemsize: int) -> tuple[int, int]:
     if 0 < numel < ROW and numel * itemsize % PACK == 0:
         return 1, numel
     return 0, 0
+
+
+class _Shapes(dict[int, tuple[int, int]]):
+    """Elements of a message that is not declined → (rows, elements of a row)."""
+
+    def __missing__(self, numel: int) -> tuple[int, int]:
+        shape = self[numel] = (numel // ROW, ROW) if numel % ROW == 0 else (1, numel)
+        return shape
 
 
 class FlashInferBackend(Backend):
@@ -59,9 +70,14 @@ class FlashInferBackend(Backend):
         self._comm = comm[0]
         self._workspaces: dict[torch.dtype, Any] = {}
         self._staging = Views(torch.empty(0, dtype=torch.uint8))
+        # not the group's own: a rank that fails would meet the others there, who still talk about the workspace
+        self._meeting = dist.new_group(
+            list(group.ranks), timeout=datetime.timedelta(seconds=MEETING_S), backend="gloo",
+            use_local_synchronization=True,
+        )  # fmt: skip
         try:
             for dtype in (_NARROW, _WIDE):
-                # FlashInfer's ranks meet in here, over the group's own process groups
+                # FlashInfer's ranks meet in here, over a process group with a timeout
                 together(group, self.name, lambda dtype=dtype: self._make(dtype))  # type: ignore[misc]
             together(group, self.name, self._allocate)
         except BackendUnavailable:
@@ -74,6 +90,7 @@ class FlashInferBackend(Backend):
         }
         self._all_reduce = self._comm.allreduce_fusion
         self._pattern = self._comm.AllReduceFusionPattern.kAllReduce
+        self._shapes = _Shapes()
         self.provider = f"{_version()} {getattr(self._workspaces[_NARROW], 'backend', self.kernels)}"
 
     @classmethod
@@ -105,9 +122,17 @@ class FlashInferBackend(Backend):
         return kernels, bytes_from_environment(self.name, MAX_BYTES_VARIABLE, DEFAULT_MAX_BYTES)
 
     def _make(self, dtype: torch.dtype) -> None:
+        talk = importlib.import_module("flashinfer.comm.comm_backend").TorchDistBackend(group=self._meeting)
+        try:
+            self._workspaces[dtype] = self._create(dtype, talk)
+        except RuntimeError as error:
+            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+                raise TimeoutError(f"another rank did not come within {MEETING_S:g} s") from error
+            raise
+
+    def _create(self, dtype: torch.dtype, talk: Any) -> Any:
         group = self.group
-        talk = importlib.import_module("flashinfer.comm.comm_backend").TorchDistBackend(group=group.cpu_group)
-        self._workspaces[dtype] = self._comm.create_allreduce_fusion_workspace(
+        return self._comm.create_allreduce_fusion_workspace(
             backend=self.kernels, world_size=group.world_size, rank=group.rank,
             max_token_num=-(-self.max_bytes // (ROW * dtype.itemsize)), hidden_dim=ROW, dtype=dtype,
             gpus_per_node=group.world_size if group.one_host else None, comm_backend=talk, group=group.device_group,
@@ -146,16 +171,16 @@ class FlashInferBackend(Backend):
 
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
         self.calls += 1
-        rows, length = _rows(input.numel(), input.element_size())
-        source = input.view(rows, length)
+        shape = self._shapes[input.numel()]
+        source = input.view(shape)
         # a result in place of the input could be read by a rank that is late
         apart = input.data_ptr() != output.data_ptr() and output.is_contiguous()
         if apart and not (input.data_ptr() | output.data_ptr()) % PACK:
-            self._all_reduce(source, self._by_dtype[input.dtype], self._pattern, output=output.view(rows, length))
+            self._all_reduce(source, self._by_dtype[input.dtype], self._pattern, output=output.view(shape))
             return
         if input.data_ptr() % PACK:
             source = source.clone()
-        target = self._staging.like(source)
+        target = self._staging[source.dtype, source.shape]
         self._all_reduce(source, self._by_dtype[input.dtype], self._pattern, output=target)
         output.copy_(target.view(output.shape))
 
@@ -163,6 +188,7 @@ class FlashInferBackend(Backend):
         for workspace in self._workspaces.values():
             workspace.destroy()
         self._workspaces.clear()
+        dist.destroy_process_group(self._meeting)
 
 
 def _version() -> str:

@@ -118,7 +118,7 @@ class NcclSymmBackend(PyNcclBackend):
             super().all_reduce(input, output, op)
             return
         self.calls += 1
-        shared = self._buffer.like(input)
+        shared = self._buffer[input.dtype, input.shape]
         shared.copy_(input)
         address = shared.data_ptr()
         code = self._all_reduce(

@@ -202,11 +202,10 @@ class MscclppBackend(Backend):
 
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
         self.calls += 1
-        size = input.numel() * input.element_size()
-        threads, blocks = self._by_bits[(size - 1).bit_length()]
+        threads, blocks = self._by_bits[(input.nbytes - 1).bit_length()]
         source, target = input, output
         if not (self._capturing and devices.is_capturing()) or input.data_ptr() % PACKET:
-            source = self._inputs.like(input)
+            source = self._inputs[input.dtype, input.shape]
             source.copy_(input)
         if not output.is_contiguous() or output.data_ptr() % PACKET:
             target = torch.empty_like(input)

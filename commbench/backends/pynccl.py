@@ -517,6 +517,7 @@ class PyNcclBackend(Backend):
                     self._comm.abort()
                     raise PeerLost(f"{self.name}: the stream did not finish within {self._comm.timeout_s:g} s")
                 time.sleep(20e-6)
+            self._comm.check()
         finally:
             self._handle = self._comm.address
 

@@ -30,32 +30,31 @@ def _remedy(variable: str) -> str:
     return f"set {variable} to a size, such as 8MiB"
 
 
-def front(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The first bytes of a uint8 tensor, with another's shape and dtype."""
-    size_bytes = tensor.numel() * tensor.element_size()
-    return memory[:size_bytes].view(tensor.dtype).view(tensor.shape)
+Key = tuple[torch.dtype, torch.Size]
 
 
-class Views:
-    """The front of some memory (uint8) as tensors; the same object for every tensor of one shape and dtype."""
+def front(memory: torch.Tensor, key: Key) -> torch.Tensor:
+    """The first bytes of a uint8 tensor, with that dtype and shape."""
+    dtype, shape = key
+    return memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+class Views(dict[Key, torch.Tensor]):
+    """``views[dtype, shape]``: the front of some memory (uint8), the same object every time. It must be enough."""
 
     def __init__(self, memory: torch.Tensor) -> None:
+        super().__init__()
         self._memory = memory
-        self._views: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
 
-    def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """With that tensor's shape and dtype; it must fit."""
-        key = (tensor.dtype, tensor.shape)
-        view = self._views.get(key)
-        if view is None:
-            if len(self._views) >= _MOST_VIEWS:
-                self._views.clear()
-            view = self._views[key] = front(self._memory, tensor)
+    def __missing__(self, key: Key) -> torch.Tensor:
+        if len(self) >= _MOST_VIEWS:
+            self.clear()
+        view = self[key] = front(self._memory, key)
         return view
 
 
-class Staging:
-    """Memory of one rank that all ranks of the group have beside each other.
+class Staging(dict[Key, torch.Tensor]):
+    """Memory of one rank that all ranks of the group have beside each other; ``staging[dtype, shape]`` is its front.
 
     make(size_bytes): a uint8 tensor of that many bytes in such memory; collective, raises the same on all ranks. What
     was made before stays: kernels of other ranks may still read it. Ranks ask for the same sizes in the same order,
@@ -63,9 +62,9 @@ class Staging:
     """
 
     def __init__(self, backend: str, cap_bytes: int, make: Callable[[int], torch.Tensor]) -> None:
+        super().__init__()
         self.backend, self.cap_bytes = backend, cap_bytes
         self._make = make
-        self._views: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
         self._made: list[torch.Tensor] = []
         self.size_bytes = 0
         self.reserve(min(FIRST_BYTES, cap_bytes))
@@ -81,24 +80,19 @@ class Staging:
             )
         grown = min(self.cap_bytes, 1 << (size_bytes - 1).bit_length())
         self._made.append(self._make(grown))
-        self._views.clear()
+        self.clear()
         self.size_bytes = grown
 
-    def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The front of the memory with a tensor's shape and dtype; the same object for every call alike."""
-        key = (tensor.dtype, tensor.shape)
-        view = self._views.get(key)
-        return self._view(key, tensor) if view is None else view
-
-    def _view(self, key: tuple[torch.dtype, torch.Size], tensor: torch.Tensor) -> torch.Tensor:
-        self.reserve(tensor.numel() * tensor.element_size())
-        if len(self._views) >= _MOST_VIEWS:
-            self._views.clear()
-        view = self._views[key] = front(self._made[-1], tensor)
+    def __missing__(self, key: Key) -> torch.Tensor:
+        dtype, shape = key
+        self.reserve(shape.numel() * dtype.itemsize)
+        if len(self) >= _MOST_VIEWS:
+            self.clear()
+        view = self[key] = front(self._made[-1], key)
         return view
 
     def release(self) -> None:
         """Let go of all memory."""
-        self._views.clear()
+        self.clear()
         self._made.clear()
         self.size_bytes = 0

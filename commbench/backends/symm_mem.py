@@ -134,10 +134,11 @@ class SymmMemBackend(Backend):
 
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
         self.calls += 1
-        shared = self._buffer.like(input)
+        shape = input.shape
+        shared = self._buffer[input.dtype, shape]
         shared.copy_(input)
         self._operation(shared, "sum", self._group_name)
-        output.copy_(shared if output.shape == input.shape else shared.view(output.shape))
+        output.copy_(shared if output is input or output.shape == shape else shared.view(output.shape))
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -180,7 +181,7 @@ class SymmMemOneShotBackend(SymmMemBackend):
 
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
         self.calls += 1
-        shared = self._buffer.like(input)
+        shared = self._buffer[input.dtype, input.shape]
         shared.copy_(input)
         # the kernel stores whole vectors of up to 16 bytes
         direct = output.is_contiguous() and output.shape == input.shape and not output.data_ptr() & 15

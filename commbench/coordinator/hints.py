@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 
 # hint → the backends that it stands for
 _BACKENDS: dict[str, tuple[str, ...]] = {
-    "pynccl": ("pynccl",),
+    "pynccl": ("pynccl", "nccl_symm"),
     "pymscclpp": ("pymscclpp",),
     "custom_allreduce": ("ca", "qr"),
-    "torch_symm_mem": ("symm_mem",),
+    "torch_symm_mem": ("symm_mem", "symm_mem_multimem", "symm_mem_twoshot", "symm_mem_oneshot"),
     "hpu": ("hpu",),
     "xpu": ("xpu",),
     "npu": ("npu",),

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from commbench.backends.base import Backend, Group
 from commbench.coordinator.alone import AloneBackend
+from commbench.coordinator.facts import of_group
 from commbench.coordinator.setup import BackendSet, backends_of, set_up_backends
 from commbench.errors import BackendUnavailable, CollectiveError
 from commbench.policy import Policy
@@ -92,12 +93,13 @@ class Router:
         self.policy = policy
         self.rank_in_group = group.rank
         self.world_size = group.world_size
+        facts = of_group(group, platform)
         if self.world_size == 1:
             self._set = BackendSet({AloneBackend.name: AloneBackend(group)}, {AloneBackend.name: None})
         else:
             names = [*backends_of(policy, platform.device), *backends]
             self._set = set_up_backends(group, names, switched_off or {})
-        self.platform = replace(platform, world_size=group.world_size, one_host=group.one_host, usable=self._set.usable)
+        self.platform = replace(facts, usable=self._set.usable)
         self._mode = "eager"
         self._forced: str | None = None
         self._check_calls = check_calls and self.world_size > 1

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from commbench.backends.base import Backend, Group, UnavailableTogether, compare_notes, why
+from commbench.backends.base import Backend, Group, UnavailableTogether, compare_notes, has_waited, why
 from commbench.errors import BackendUnavailable
 from commbench.policy import Policy
 from commbench.registry import BACKENDS, load_backend
@@ -67,16 +67,19 @@ def _construct(group: Group, name: str, backend_class: type[Backend]) -> tuple[B
     """(the backend, "") where every rank could make it, else (None, why not); the same on all ranks."""
     backend: Backend | None = None
     reason = ""
+    waited = False
     try:
         backend = backend_class(group)
     except UnavailableTogether as error:  # all ranks know it already
         return None, _with_remedy(error.reason, error.remedy)
     except BackendUnavailable as error:
         reason = _with_remedy(error.reason, error.remedy)
+        waited = has_waited(error)
     except Exception as error:
         logger.warning("backend %s failed to set up on rank %d", name, group.rank, exc_info=True)
         reason = why(error)
-    reason = _agree(group, name, reason)
+        waited = has_waited(error)
+    reason = _agree(group, name, reason, waited)
     if reason and backend is not None:
         backend.close()
         backend = None
@@ -87,10 +90,10 @@ def _with_remedy(reason: str, remedy: str) -> str:
     return f"{reason} ({remedy})" if remedy else reason
 
 
-def _agree(group: Group, name: str, reason: str) -> str:
+def _agree(group: Group, name: str, reason: str, waited: bool = False) -> str:
     """The first rank's non-empty reason, the same on every rank; "" when all have none."""
     try:
-        compare_notes(group, name, None, reason)
+        compare_notes(group, name, None, reason, waited=waited)
     except UnavailableTogether as error:
         return error.reason
     return ""

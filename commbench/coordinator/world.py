@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commbench.backends.accelerators import VENDORS, device_module
 from commbench.backends.base import Group
 from commbench.backends.shm import prove_one_host
 from commbench.errors import UsageError
@@ -27,10 +28,23 @@ def world_group(device: torch.device, timeout: datetime.timedelta) -> Group:
         dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
         cpu_group = device_group = dist.group.WORLD
     else:
-        dist.init_process_group("nccl", rank=rank, world_size=size, timeout=timeout, device_id=device)
+        library = collective_library(device.type)
+        dist.init_process_group(library, rank=rank, world_size=size, timeout=timeout, device_id=device)
         device_group = dist.group.WORLD
         cpu_group = dist.new_group(list(range(size)), backend="gloo", timeout=timeout)
     return Group("world", tuple(range(size)), rank, device, cpu_group, device_group, prove_one_host(cpu_group))
+
+
+def collective_library(device: str) -> str:
+    """The torch.distributed library of a device: gloo, nccl, or a vendor's. Raises UsageError for a device unknown."""
+    if device == "cpu":
+        return "gloo"
+    if device == "cuda":
+        return "nccl"
+    if device not in VENDORS:
+        raise UsageError(f"{device} is no device that commbench knows; it knows cpu, cuda, {', '.join(VENDORS)}")
+    device_module(device)  # makes torch know the device and its library
+    return VENDORS[device].library
 
 
 def local_platform(device: torch.device) -> Platform:

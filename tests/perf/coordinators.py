@@ -18,7 +18,7 @@ def over_fake_group() -> GroupCoordinator:
     """Over torch's fake process group (initialised, two ranks of which the other does not exist): calls cost what
     Python costs. Nobody answers, so the ranks' agreement on backends is taken as given."""
     cpu, everyone = torch.device("cpu"), dist.group.WORLD
-    with mock.patch.object(setup, "_agree", lambda group, name, reason: reason):
+    with mock.patch.object(setup, "_agree", lambda group, name, reason, waited=False: reason):
         return GroupCoordinator(
             Group("tp", (0, 1), 0, cpu, everyone, everyone, False), load_policy("commbench"), local_platform(cpu)
         )
