@@ -96,13 +96,18 @@ def test_a_segmentation_fault_leaves_its_stack_in_the_ranks_log(survived: Sweep)
 
 
 @pytest.mark.parametrize(
-    ("collective", "why"),
-    [("reduce_scatter", "it is stopped (SIGSTOP)"), ("all_to_all", "the others are past where it stands")],
+    ("collective", "what", "why"),
+    [
+        ("reduce_scatter", "rank 1 has been stopped for 2 s", "it is stopped (SIGSTOP)"),
+        ("all_to_all", "no result within 2 s", "the others are past where it stands"),
+    ],
 )
-def test_a_rank_that_hangs_is_named_with_all_that_is_known(survived: Sweep, collective: str, why: str) -> None:
+def test_a_rank_that_hangs_is_named_with_all_that_is_known(
+    survived: Sweep, collective: str, what: str, why: str
+) -> None:
     row = survived.rows()[collective]
     assert row["status"] == "timeout"
-    assert "no result within 2 s; rank 1 stopped first, in sample, iteration " in row["reason"]
+    assert f"{what}; rank 1 stopped first, in sample, iteration " in row["reason"]
     assert f"of {collective}" in row["reason"]
     assert "64 B float32, backend fake" in row["reason"]
     assert why in row["reason"]
