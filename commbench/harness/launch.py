@@ -104,6 +104,7 @@ class Launch:
     stopped: tuple[int | None, str] | None = None  # the rank that stopped first, and what tells; after a hang
     report: Path | None = None  # where the stacks are
     out_of_memory: bool = False
+    _logs_from: dict[Path, int] = field(default_factory=dict)  # sizes of the logs when this job began
     elsewhere: str = ""  # why the job failed on another host, where it did
 
     @property
@@ -123,6 +124,8 @@ class Launch:
         command = launch_command(self.directory, self.index, self.ranks, program)
         tail = Tail(self.directory / PROGRESS)
         tail.skip()  # earlier launches' lines
+        logs = [self._log, *(log_path(self.directory, self.index, rank) for rank in range(self.ranks))]
+        self._logs_from = {path: path.stat().st_size for path in logs if path.exists()}
         page = Page.create(self.ranks, CAPACITY)
         kills_before = kills_for_memory()
         started = time.monotonic()
@@ -147,7 +150,7 @@ class Launch:
 
         def at_once() -> None:
             page.refuse()
-            kill_job(job, page.pulses())
+            kill_job(job.pid, page.pulses())
 
         stopping.at_once.append(at_once)
         try:
@@ -157,7 +160,7 @@ class Launch:
                 for event in tail.read():
                     if event.get("event") == "ready" and event.get("launch") == self.index and self.startup_s is None:
                         self.startup_s = time.monotonic() - started
-                    self._note(event)
+                    self.note(event)
                     on_event(event)
                 self.pulses = page.pulses()
                 if code is not None:
@@ -192,7 +195,8 @@ class Launch:
                 if others is not None:
                     self.elsewhere = others.end(failed=job.returncode != 0)
 
-    def _note(self, event: Event) -> None:
+    def note(self, event: Event) -> None:
+        """Take in what rank 0 told."""
         if event.get("launch") != self.index:
             return
         match event.get("event"):
@@ -291,7 +295,7 @@ class Launch:
             if self.report is not None:
                 parts.append(f"stacks: {schema.LOGS_DIR}/{self.report.name}")
             return "; ".join(parts)
-        told = _text(self._log)
+        told = _text(self._log, self._logs_from)
         cause = mpi.cause(told) if self.program.launcher == "mpirun" else _torchrun_cause(told)
         if cause is not None and cause[1] < 0:
             text = f"rank {cause[0]} was killed by {signal.Signals(-cause[1]).name}"
@@ -302,7 +306,11 @@ class Launch:
             _, rank, message = self._errors[0]
             return _by_rank(rank, message)
         for rank in [cause[0]] if cause is not None else range(self.ranks):
-            lines = [line for line in _text(log_path(self.directory, self.index, rank)).splitlines() if line.strip()]
+            lines = [
+                line
+                for line in _text(log_path(self.directory, self.index, rank), self._logs_from).splitlines()
+                if line.strip()
+            ]
             if lines:
                 # a traceback ends in "module.Error: message"; who reads the point wants the message
                 message = re.sub(
@@ -336,8 +344,13 @@ def _torchrun_cause(log: str) -> tuple[int, int] | None:
     return None if found is None else (int(found[1]), int(found[2]))
 
 
-def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+def _text(path: Path, sizes: Mapping[Path, int]) -> str:
+    """What this job has added to a log."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as stream:
+        stream.seek(sizes.get(path, 0))
+        return stream.read().decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,3 +290,4 @@ def interruptible() -> Iterator[Stopping]:
     finally:
         for changed, handler in before.items():
             signal.signal(changed, handler)
+        stopping.count = 0

@@ -315,7 +315,7 @@ def test_a_hang_up_is_ignored_where_the_user_asked_for_that() -> None:
     try:
         with interruptible() as stopping:
             os.kill(os.getpid(), signal.SIGHUP)
-        assert stopping.count == 0
+            assert stopping.count == 0
     finally:
         signal.signal(signal.SIGHUP, before)
 
