@@ -24,7 +24,8 @@ from commbench.harness.heartbeat import BETWEEN, DONE, FINISHING, VISITING, Puls
 from commbench.harness.stacks import process_state
 from commbench.types import Point
 
-LEAST_POINT_S = 30.0  # of a point's limit where the user names none
+LEAST_POINT_S = 60.0  # of a point's limit where the user names none
+COMPILING_S = 120.0  # more for a point that is captured or compiled
 START_S = 300.0  # for ranks to come up: imports from a network disk and communicators of many ranks take minutes
 FOREIGN_S = 1.0  # a longer gap between two looks means that this process did not run
 DEAD_GRACE_S = 1.0  # for the launcher to say why a rank died
@@ -44,7 +45,8 @@ class Limits:
         """Seconds. Unless told: ten times the sampling time, and buffers handled at a twentieth of the usual speed."""
         if self.point_s is not None:
             return self.point_s
-        return LEAST_POINT_S + 10 * max_time_per_point_s + 60 * point.size_bytes * point.world_size / 1e9
+        made = 0.0 if point.mode == "eager" else COMPILING_S
+        return LEAST_POINT_S + made + 10 * max_time_per_point_s + 60 * point.size_bytes * point.world_size / 1e9
 
     @property
     def start_s(self) -> float:

@@ -21,8 +21,11 @@ from typing import Any
 import psutil
 import pytest
 
+from commbench.errors import SpecError
+from commbench.harness.mpirun import find_mpirun
 from commbench.harness.order import shuffled
 from commbench.harness.run import new_manifest, prepare
+from commbench.harness.supervisor import kills_for_memory
 from commbench.native import segment
 from commbench.store.run import Plan, PointLog, create, open_run, row_of
 from commbench.sweep import make_spec
@@ -437,13 +440,7 @@ int clock_gettime(clockid_t id, struct timespec *t) {
 
 @pytest.mark.slow
 def test_a_rendezvous_port_that_is_taken_is_named(tmp_path: Path) -> None:
-    from commbench.errors import SpecError
-    from commbench.harness.mpirun import find_mpirun
-
-    try:
-        find_mpirun()
-    except SpecError as error:
-        pytest.skip(str(error))
+    needs_mpirun()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         sweep = Sweep(tmp_path, variables={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
@@ -486,3 +483,55 @@ def left_behind(directory: Path, rows: int, **spec: Any) -> list[Point]:
         log.append(row_of(point, values))
     log.close()
     return [point for _, point in ordered]
+
+
+# ---- under mpirun, and for want of memory ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_ranks_that_mpirun_started_are_watched_and_ended_as_well(tmp_path: Path) -> None:
+    needs_mpirun()
+    sweep = Sweep(tmp_path, only_on(1, hang="broadcast", die="all_gather"))
+    code, stderr = sweep.run(collectives="all_reduce,broadcast,all_gather", launcher="mpirun")
+    assert code == 0, stderr
+    rows = sweep.rows()
+    assert rows["all_reduce"]["status"] == "ok"
+    assert "rank 1 stopped first, in sample" in rows["broadcast"]["reason"]
+    assert rows["all_gather"]["reason"] == "rank 1 was killed by SIGKILL"
+
+
+def needs_mpirun() -> None:
+    try:
+        find_mpirun()
+    except SpecError as error:
+        pytest.skip(str(error))
+
+
+GREEDY = "a = []\nfor _ in range(400): a.append(bytearray(b'x') * (1 << 20))"
+
+
+@pytest.mark.slow
+def test_a_process_that_the_kernel_kills_for_want_of_memory_is_counted() -> None:
+    """In a control group of its own, where the system lets us make one."""
+    folders = {Path("/sys/fs/cgroup/memory"): "memory.limit_in_bytes", Path("/sys/fs/cgroup"): "memory.max"}
+    made = None
+    for folder, limit in folders.items():
+        try:
+            made = folder / f"commbench-test-{os.getpid()}"
+            made.mkdir()
+            (made / limit).write_text(str(64 << 20))
+            break
+        except OSError:
+            if made is not None and made.is_dir():
+                made.rmdir()
+            made = None
+    if made is None:
+        pytest.skip("this system lets us make no control group for memory")
+    try:
+        before = kills_for_memory()
+        join = f"import os; open({str(made / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
+        done = subprocess.run([sys.executable, "-c", join + GREEDY], capture_output=True)
+        assert done.returncode == -signal.SIGKILL
+        assert kills_for_memory() > before
+    finally:
+        made.rmdir()
