@@ -91,7 +91,7 @@ _FLAGS = {
               "[default: the first that is installed]")  # fmt: skip
 @click.option("--skew", metavar="RANK:TIME", help="Let one rank enter every call late, such as 1:300us.")
 @click.option("--point-timeout", metavar="TIME", help="Longest time for a point in a launch; then its stacks are kept, "
-              "the point is marked timeout, and the rest goes on. [default: 30 s and ten times the usual]")  # fmt: skip
+              "the point is marked timeout, and the rest goes on. [default: 1 min and 10 times the usual]")  # fmt: skip
 @click.option("--launch-timeout", metavar="TIME", help="Longest time for a launch. [default: 5 min to start, no end]")
 @click.option("--resume", metavar="RUN", type=click.Path(path_type=Path), help="Go on with a run directory: measure "
               "what has no result, with the run's own spec, seed and order.")  # fmt: skip
