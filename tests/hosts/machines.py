@@ -79,11 +79,11 @@ class Host:
 
     def processes(self) -> list[psutil.Process]:
         """Everything that runs on this host, but for what holds it."""
-        space = os.readlink(f"/proc/{self.pid}/ns/uts")
+        space = Path(f"/proc/{self.pid}/ns/uts").readlink()
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(OSError, psutil.Error):
-                if process.pid != self.pid and os.readlink(f"/proc/{process.pid}/ns/uts") == space:
+                if process.pid != self.pid and Path(f"/proc/{process.pid}/ns/uts").readlink() == space:
                     found.append(process)
         return found
 
