@@ -221,12 +221,14 @@ class Launch:
     def _look_at_stacks(self, trouble: Trouble) -> None:
         """Stacks of all ranks, before the job is ended, into a file of their own."""
         states = collect(self.directory, self.index, self.pulses)
-        self.stopped = first_stopped(states)
+        # a launch that is too long says nothing of its ranks
+        self.stopped = None if trouble.kind == "launch" else first_stopped(states)
         self.pulses = [s.pulse for s in states]
         folder = self.directory / schema.LOGS_DIR
         number = len(list(folder.glob(f"launch-{self.index}.stacks-*.txt")))
         self.report = folder / f"launch-{self.index}.stacks-{number}.txt"
-        write_report(self.report, f"launch {self.index}: {trouble.text}; {self._who_stopped()}", states)
+        who = "" if self.stopped is None else f"; {self._who_stopped()}"
+        write_report(self.report, f"launch {self.index}: {trouble.text}{who}", states)
 
     # ---- why it ended -------------------------------------------------------------------------------------
 
@@ -296,7 +298,12 @@ class Launch:
                 parts.append(f"stacks: {schema.LOGS_DIR}/{self.report.name}")
             return "; ".join(parts)
         told = _text(self._log, self._logs_from)
-        cause = mpi.cause(told) if self.program.launcher == "mpirun" else _torchrun_cause(told)
+        if self.program.launcher == "mpirun":
+            cause, killed = mpi.cause(told), mpi.killed_process(told)
+            if cause is None and killed is not None:
+                cause = next(((p.rank, -killed[1]) for p in self.pulses if p.pid == killed[0]), None)
+        else:
+            cause = _torchrun_cause(told)
         if cause is not None and cause[1] < 0:
             text = f"rank {cause[0]} was killed by {signal.Signals(-cause[1]).name}"
             if cause[1] == -signal.SIGKILL and self.out_of_memory:
@@ -305,7 +312,8 @@ class Launch:
         if self._errors:
             _, rank, message = self._errors[0]
             return _by_rank(rank, message)
-        for rank in [cause[0]] if cause is not None else range(self.ranks):
+        gone = self.trouble.ranks if self.trouble is not None else range(self.ranks)
+        for rank in [cause[0]] if cause is not None else gone:
             lines = [
                 line
                 for line in _text(log_path(self.directory, self.index, rank), self._logs_from).splitlines()

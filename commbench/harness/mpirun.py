@@ -112,3 +112,10 @@ def cause(log: str) -> tuple[int, int] | None:
     if found is not None:
         return int(found[1]), -int(found[3]) if found[2].startswith("KILLED") else int(found[3])
     return None
+
+
+def killed_process(log: str) -> tuple[int, int] | None:
+    """(process number, signal) of the rank that ended first, where the launcher tells no rank: MPICH prints
+    ``PID 71 RUNNING AT host``, ``EXIT CODE: 9`` and ``EXIT STRING: Killed (signal 9)``."""
+    found = re.search(r"PID (\d+) RUNNING AT.*?\(signal (\d+)\)", log, re.DOTALL)
+    return None if found is None else (int(found[1]), int(found[2]))

@@ -26,7 +26,7 @@ def listen_on(host: str, port: int) -> socket.socket | None:
         except OSError as error:
             listener.close()
             if error.errno != errno.EADDRNOTAVAIL:
-                raise
+                raise OSError(error.errno, f"{error.strerror}: {address[0]}:{address[1]}") from error
         else:
             return listener
     return None
@@ -60,4 +60,17 @@ def interface_of(address: str) -> str | None:
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.address.partition("%")[0] == address for a in addresses):
             return name
+    return None
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """This machine's address on the way to another; None where the other's name is unknown or no way leads there.
+    Nothing is sent."""
+    try:
+        for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+    except OSError:
+        return None
     return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -270,7 +271,8 @@ def leave_terminal() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # ValueError: no real file, as under a test
-            if os.isatty(stream.fileno()):
+            # a terminal that has hung up is none any more, but a device still
+            if stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):
                 os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from commbench.errors import CommbenchError
 from commbench.harness import run as harness
 from commbench.harness.resume import unfinished
+from commbench.harness.supervisor import Limits
 from commbench.sweep import make_spec
 
 
@@ -20,7 +21,8 @@ def main() -> int:
     try:
         if what == "--resume":
             work = unfinished(Path(directory), rest)
-            harness.resume(work, lambda event: None, retry=rest)
+            limits = Limits(work.spec.point_timeout)  # a launch may take as long as it does now
+            harness.resume(work, lambda event: None, retry=rest, limits=limits)
         else:
             spec = make_spec(json.loads(what), {})
             expansion, settings = harness.prepare(spec)

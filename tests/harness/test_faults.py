@@ -342,7 +342,7 @@ def _run_inside(sweep: Sweep, small: Path, spec: dict[str, Any], then: str = "")
 def test_a_folder_that_cannot_be_written_midway_keeps_finished_points_and_is_named(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    sweep = Sweep(tmp_path, before="true")
+    sweep = Sweep(tmp_path, before="true", read_only=True)
     close = f"& wait_for={small}/run/points.jsonl; while [ ! -s $wait_for ]; do sleep 0.1; done; "
     close += f"mount --bind -o ro {small} {small} && mount -o bind,remount,ro {small}; wait $!"
     code, stderr = _run_inside(sweep, small, MANY, then=close)
@@ -388,7 +388,7 @@ def test_what_a_killed_process_left_in_shared_memory_is_removed_and_what_a_livin
 
 @pytest.mark.slow
 def test_the_next_sweep_removes_what_a_killed_one_left(tmp_path: Path) -> None:
-    shm = tmp_path / "shm"
+    shm = tmp_path / "segments"
     shm.mkdir()
     left = shm / f"commbench-{'0' * 32}"
     left.write_bytes(bytes(64))

@@ -210,3 +210,12 @@ def test_bind_is_told_to_each_library_in_its_own_words(kind: str, bind: str, exp
     options = options_of(Mpirun("/opt/bin/mpirun", kind, ""), 2, 8, "", bind)
     assert " ".join(expected) in " ".join(options)
     assert bool(expected) == any("bind" in o or "PIN" in o for o in options)
+
+
+def test_mpichs_word_on_a_killed_process_gives_its_number_and_signal() -> None:
+    said = (
+        "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   PID 4711 RUNNING AT vm\n=   EXIT CODE: 9\n"
+        "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n"
+    )
+    assert mpirun.killed_process(said) == (4711, 9)
+    assert mpirun.killed_process("=   EXIT CODE: 1\n") is None
