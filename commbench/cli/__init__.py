@@ -16,6 +16,7 @@ from commbench.errors import CommbenchError
 COMMANDS = {
     "sweep": "Measure collectives on this machine and write a report.",
     "sweeps": "List the sweeps that come with commbench.",
+    "weights": "Measure how long a model's weights take from a trainer to an engine.",
     "report": "Write plots and a page for one or several runs.",
     "compare": "Compare two runs, policies or backends: ratios with intervals, worst first.",
     "gate": "Judge whether a run got slower than a baseline, a history or another build.",

@@ -14,7 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,7 @@ from commbench.harness.engine_job import GRACE_S, POLL_S, Job
 from commbench.harness.launchers import launch_command, printable
 from commbench.harness.tracing import PARENT_VARIABLE, launch_span
 from commbench.store import schema
-from commbench.types import OPS, Point
+from commbench.types import DTYPES, OPS, Point
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from commbench.sweep import Expansion, SweepSpec
 
 STARTUP_S = 120.0  # for all ranks to report ready
+DEFAULT_BUCKET_BYTES = 64 << 20  # of a weight update, as coordinator.weights has it
 _GROUPS = ("world", "tp", "pp", "moe_ep", "moe_tp")
 
 Arrays = Any  # a numpy array or torch tensor, or a list of one per rank
@@ -121,6 +122,7 @@ class Engine:
     ) -> None:
         self._job: Job | None = None
         started = time.time()
+        from commbench.harness.kernel_packages import check_versions, defaults_for, installed_versions, left_alone
         from commbench.harness.run import prepare
         from commbench.sweep import make_spec
 
@@ -135,7 +137,13 @@ class Engine:
         self._calls = itertools.count(1)
         self._profiling: Path | None = None
         self._interruption: BaseException | None = None
-        job = self._job = Job.start(self._spec.ranks, environment or {})
+        given = dict(environment or {})
+        variables = {name: value for name, value in {**os.environ, **given}.items() if value is not None}
+        if self._settings.device != "cpu":  # kernels of other devices only
+            check_versions(installed_versions(), variables)
+        for text in left_alone(variables):
+            _warn(text)
+        job = self._job = Job.start(self._spec.ranks, {**defaults_for(variables), **given})
         # also when this process ends; and it must not hold the engine
         self._finalizer = weakref.finalize(self, job.end)
         try:
@@ -223,14 +231,30 @@ class Engine:
         for other bad input, and StoreError for an ``out`` that cannot be used. Ctrl-C ends it after the present
         points, which are kept, and goes on as KeyboardInterrupt.
         """
+        return self._measure(what, settings, None, out=out, trace=trace, endpoint=otlp_endpoint, on_event=on_event)
+
+    def _measure(
+        self,
+        what: Any,
+        settings: Mapping[str, Any],
+        model: tuple[tuple[int, ...], int] | None,
+        *,
+        out: str | os.PathLike[str] | None,
+        trace: bool = False,
+        endpoint: str | None = None,
+        on_event: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> Measurements:
+        """model: elements of its tensors and bytes of a bucket, for a weight update."""
         from commbench.harness.engine_plan import planned
         from commbench.harness.look import Look
 
         called_ns = time.monotonic_ns()
         self._check_usable()
         spec, expansion, how = planned(self._spec, self._settings.device, what, settings)
+        if model is not None:
+            how = replace(how, weight_numels=model[0], bucket_bytes=model[1])
         directory = None if out is None else Path(out)
-        look = Look.of(None, trace, otlp_endpoint, os.environ)
+        look = Look.of(None, trace, endpoint, os.environ)
         if look.trace and directory is None:
             raise UsageError("measure: a trace is written into a run directory; give out=FOLDER")
         with self._turn("measure"), contextlib.ExitStack() as stack:
@@ -285,6 +309,31 @@ class Engine:
         record = {**self._launch, **facts, "canaries": answer["canaries"], "ended_s": time.time()}
         update_manifest(directory, launches=[record], fingerprint=fingerprint)
         close_run(directory, outcome)
+
+    def measure_weights(
+        self,
+        numels: Sequence[int],
+        dtype: str = "bfloat16",
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        out: str | os.PathLike[str] | None = None,
+        **settings: Any,
+    ) -> Measurements:
+        """Time to sync a model's weights from rank 0 to all others: make a group, broadcast the tensors in buckets, end
+        the group.
+
+        numels: elements of each tensor, all of one dtype. Further keywords and what is raised: as ``measure``. The
+        latency is the time to sync, algbw the model's size over it.
+        """
+        if not numels or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in numels):
+            raise UsageError("measure_weights: numels must be the elements of each tensor, whole numbers from 1")
+        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            raise UsageError(f"measure_weights: bucket_bytes={bucket_bytes!r} must be a whole number, at least 1")
+        if dtype not in DTYPES:
+            raise unknown("dtype", str(dtype), DTYPES)
+        size = sum(numels) * DTYPES[dtype].itemsize
+        point = Point("weight_update", "", dtype, size, self.ranks, placement="out")
+        return self._measure(point, settings, (tuple(numels), bucket_bytes), out=out)
 
     # ---- collectives on real data -----------------------------------------------------------------------
 
@@ -413,7 +462,7 @@ class Engine:
         dtypes: Sequence[Any],
         shapes: Sequence[Sequence[int]],
         group_name: str = "weight_update_group",
-        bucket_bytes: int = 64 << 20,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> list[Received]:
         """Every rank receives these tensors from the trainer, which must send meanwhile; ``weight`` gives them.
 

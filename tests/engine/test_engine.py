@@ -290,3 +290,19 @@ def test_weights_go_from_a_trainer_to_every_rank(engine: Engine) -> None:
     engine.destroy_weights_update_group("policy")
     with pytest.raises(CollectiveError, match="no weight-update group 'policy'"):
         engine.destroy_weights_update_group("policy")
+
+
+def test_the_time_to_sync_a_models_weights_is_measured_in_buckets_of_any_size(engine: Engine) -> None:
+    numels = [5000, 17, 3000, 1]
+    for bucket in (64, 1 << 20):
+        (row,) = engine.measure_weights(numels, "float32", bucket_bytes=bucket, sync="barrier", **FAST)
+        assert (row["collective"], row["size_bytes"], row["wrong_count"]) == ("weight_update", 4 * 8018, 0)
+        assert row["algbw_gb_per_s"] == pytest.approx(row["size_bytes"] / row["latency_median_s"] / 1e9)
+    for wrong, told in (
+        ({"numels": []}, "numels must be the elements"),
+        ({"numels": [0]}, "numels must be the elements"),
+        ({"numels": [8], "bucket_bytes": 0}, "bucket_bytes=0 must be"),
+        ({"numels": [8], "dtype": "int3"}, "unknown dtype 'int3'"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            engine.measure_weights(**wrong)
