@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commbench.analysis.effects import Array, Effects, against_nights, paired, row_means, welch
+from commbench.errors import UsageError
+from commbench.store.latencies import SHARED, how_of
 from commbench.types import COLLECTIVES, NO_DTYPE, Point
 from commbench.units import format_size
 
@@ -118,7 +120,8 @@ def labels(points: pd.DataFrame) -> list[str]:
 def align(base: pd.DataFrame, cand: pd.DataFrame, key: str = "point_id") -> Aligned:
     """Line two frames (one row per point and launch, the columns of ``store.latencies``) up on ``key``.
 
-    A launch counts where its status is in USABLE. Every point of either side gets a row.
+    A launch counts where its status is in USABLE. Every point of either side gets a row. Raises UsageError for a point
+    whose ranks shared a device on one side only: such times are of another kind.
     """
     import pandas as pd
 
@@ -128,7 +131,20 @@ def align(base: pd.DataFrame, cand: pd.DataFrame, key: str = "point_id") -> Alig
     points = identity.assign(
         **{f"{name}_{column}": values for name, side in sides.items() for column, values in side.facts.items()}
     )
+    _refuse_shared(points)
     return Aligned(_described(points), sides["base"].logs, sides["cand"].logs)
+
+
+def _refuse_shared(points: pd.DataFrame) -> None:
+    shared = {side: points[f"{side}_how"].str.contains(SHARED, regex=False) for side in ("base", "cand")}
+    both = (points["base_how"] != "") & (points["cand_how"] != "")
+    odd = both & (shared["base"] != shared["cand"])
+    if odd.any():
+        which = "baseline" if bool(shared["base"][odd].iloc[0]) else "candidate"
+        raise UsageError(
+            f"{labels(points[odd])[0]}: the ranks of the {which} shared a device, those of the other side had one "
+            "each; such times are never compared"
+        )
 
 
 def _identity(base: pd.DataFrame, cand: pd.DataFrame, key: str, keys: pd.Index) -> pd.DataFrame:
@@ -187,7 +203,7 @@ def _side(frame: pd.DataFrame, key: str, keys: pd.Index) -> _Side:
     np.minimum.at(worst, rows, badness)
     names = {v: k for k, v in _BADNESS.items()} | {max(_BADNESS.values()) + 1: ""}
     reason = np.full(len(keys), "", dtype=object)
-    how = frame["sync"].fillna("").astype(str) + " " + frame["timing"].fillna("").astype(str)
+    how = how_of(frame)
     guilty = badness == worst[rows]
     reason[rows[guilty]] = frame["reason"].fillna("").to_numpy(dtype=object)[guilty]
     return _Side(

@@ -259,6 +259,7 @@ def countable(points: pd.DataFrame, kernel_of: KernelOf = same_name) -> tuple[pd
 
     points: the columns of ``schema.POINT_COLUMNS``, of one run or several. A measurement counts if it is ok, its
     results were compared and right, and all its calls took one backend: the one that was forced, where one was.
+    Backends that quantise are no rivals of exact ones, and ranks that share a device say nothing about others.
     """
     frame = points.copy()
     requested, picked = frame["backend_requested"].fillna(""), frame["backend_picked"].fillna("")
@@ -269,6 +270,8 @@ def countable(points: pd.DataFrame, kernel_of: KernelOf = same_name) -> tuple[pd
         "results were not compared": has_data & ~frame["checked"].fillna(False).astype(bool),
         "calls took several backends": picked.str.contains("+", regex=False) | (picked == ""),
         "another backend than the forced one was taken": (requested != AUTO) & (requested != picked),
+        "ranks shared a device": frame["shared_device"].astype("boolean").fillna(False),
+        "quantised results, which are not as exact as the others'": frame["quantised"].astype("string").fillna("") != "",
         "no latency": frame["latency_median_s"].isna() | (frame["latency_median_s"].fillna(0) <= 0),
     }
     left_out: dict[str, int] = {}

@@ -180,6 +180,7 @@ def _print_lists(comparison: Comparison, console: Console, rows: int | None) -> 
             f"took another backend: {r['label']}: {r['base_picked']} → {r['cand_picked']}"
             for r in _records(changed[:most])
         ),
+        *_otherwise(points, most),
         *_absent(points, MISSING, "cand", "missing in the candidate", most),
         *_absent(points, NEW, "base", "missing in the baseline", most),
     ]
@@ -187,6 +188,13 @@ def _print_lists(comparison: Comparison, console: Console, rows: int | None) -> 
         console.print()
     for line in lines:
         console.print(Text(line, style="yellow"))
+
+
+def _otherwise(points: pd.DataFrame, most: int) -> list[str]:
+    """Points that were measured under other conditions on the two sides: their ratio is no change of the code."""
+    both = _records(points[points["state"] == BOTH])
+    odd = [r for r in both if not set(str(r["base_how"]).split("+")) & set(str(r["cand_how"]).split("+"))]
+    return [f"measured otherwise: {r['label']}: {r['base_how']} → {r['cand_how']}" for r in odd[:most]]
 
 
 def _absent(points: pd.DataFrame, state: str, side: str, text: str, most: int) -> list[str]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from commbench.errors import StoreError, UsageError
 from commbench.store import schema
-from commbench.store.latencies import COLUMNS, IDENTITY
+from commbench.store.latencies import COLUMNS, IDENTITY, how_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -190,7 +190,7 @@ def _summed(latencies: pd.DataFrame) -> pa.Table:
 
     frame = latencies.drop_duplicates(["point_id", "launch"], keep="last")
     frame = frame.assign(
-        how=frame["sync"].fillna("").astype(str) + " " + frame["timing"].fillna("").astype(str),
+        how=how_of(frame),
         backend_picked=frame["backend_picked"].fillna(""),
     )
     latency = frame["latency_median_s"].to_numpy(dtype=np.float64, na_value=np.nan)

@@ -18,9 +18,11 @@ IDENTITY: tuple[str, ...] = (
 )  # fmt: skip
 MEASURED: tuple[str, ...] = (
     "launch", "backend_picked", "sync", "timing", "status", "reason", "latency_median_s", "latency_ci_low_s",
-    "latency_ci_high_s",
+    "latency_ci_high_s", "shared_device", "quantised",
 )  # fmt: skip
 COLUMNS = (*IDENTITY, *MEASURED)
+ADDED = frozenset({"quantised"})  # columns that runs of earlier versions lack: nothing stands in them then
+SHARED = "on a shared device"
 
 
 def read_latencies(run: Run) -> pd.DataFrame:
@@ -41,23 +43,41 @@ def read_latencies(run: Run) -> pd.DataFrame:
     return frame
 
 
+def how_of(frame: pd.DataFrame) -> pd.Series:
+    """Under which conditions each row was measured, in words: only rows with the same can be held against each other.
+
+    How iterations started and were timed, whether ranks shared a device, and the level at which data were quantised.
+    """
+    shared = frame["shared_device"].astype("boolean").fillna(False).astype(bool)
+    level = frame["quantised"].astype("string").fillna("").astype(str)
+    return (
+        frame["sync"].fillna("").astype(str)
+        + " "
+        + frame["timing"].fillna("").astype(str)
+        + shared.map({True: f" {SHARED}", False: ""})
+        + level.where(level == "", " quantised to " + level)
+    )
+
+
 def _from_parquet(run: Run) -> pd.DataFrame:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     path = run.directory / schema.POINTS_PARQUET
     try:
-        _check_columns(run, set(pq.read_schema(path).names))
-        frame: pd.DataFrame = pq.read_table(path, columns=list(COLUMNS)).to_pandas()
+        there = set(pq.read_schema(path).names)
+        _check_columns(run, there)
+        frame: pd.DataFrame = pq.read_table(path, columns=[c for c in COLUMNS if c in there]).to_pandas()
     except (OSError, pa.ArrowException) as error:
         raise StoreError(f"{path} cannot be read: {error}; remove it to have {schema.POINTS_JSONL} read") from error
+    frame = frame.reindex(columns=list(COLUMNS))
     return frame.astype({name: schema.POINT_COLUMNS[name] for name in COLUMNS})
 
 
 def _check_columns(run: Run, found: set[str]) -> None:
     if not found:
         return
-    missing = sorted(set(COLUMNS) - found)
+    missing = sorted(set(COLUMNS) - found - ADDED)
     if missing:
         others = sorted(found - set(schema.POINT_COLUMNS))
         hint = f" and has {', '.join(others)}" if others else ""

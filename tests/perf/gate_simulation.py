@@ -47,7 +47,7 @@ def frame(points: list[Point], launches: int) -> pd.DataFrame:
          "latency_median_s": 1.0, "latency_ci_low_s": 0.99, "latency_ci_high_s": 1.01}
         for p in points for k in range(launches)
     ]  # fmt: skip
-    return pd.DataFrame(rows)[list(COLUMNS)]
+    return pd.DataFrame(rows).reindex(columns=list(COLUMNS))
 
 
 @dataclass(frozen=True)
