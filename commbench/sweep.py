@@ -469,7 +469,7 @@ def expand(spec: SweepSpec, memory_bytes: int, probes: Probes | None = None) -> 
     ):
         collective = COLLECTIVES[collective_name]
         ranks = spec.group_size(group)
-        reason = _no_place(spec, collective_name, group, backend, cache)
+        reason = _no_place(spec, collective_name, group, backend, mode, cache)
         if reason:
             skipped[reason] += 1
             if ranks > 1 and ranks % collective.multiple:
@@ -521,7 +521,7 @@ def _asked_for(spec: SweepSpec, key: str) -> bool:
     return key in spec.model_fields_set
 
 
-def _no_place(spec: SweepSpec, collective: str, group: str, backend: str, cache: str) -> str:
+def _no_place(spec: SweepSpec, collective: str, group: str, backend: str, mode: str, cache: str) -> str:
     """Why a collective cannot run in a group, or ""."""
     info, ranks = COLLECTIVES[collective], spec.group_size(group)
     if ranks < 2:
@@ -531,6 +531,8 @@ def _no_place(spec: SweepSpec, collective: str, group: str, backend: str, cache:
     if ranks % info.multiple:
         what = "pairs of ranks" if info.multiple == 2 else "two halves of 2 ranks or more"
         return f"{collective} takes {what}, which a group of {ranks} does not have"
+    if mode == "graph" and not (info.dispatched and info.has_data):
+        return f"{collective} waits on the host, so no graph holds it"
     if not info.dispatched and backend != AUTO:
         return f"{collective} has one way, so {backend} cannot be forced"
     if not info.dispatched and cache != "hot":

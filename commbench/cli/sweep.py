@@ -45,6 +45,8 @@ _FLAGS = {
     "seed": "--seed",
     "sync": "--sync",
     "loop": "--loop",
+    "graph_timing": "--graph-timing",
+    "share_device": "--share-device",
     "launcher": "--launcher",
     "mpirun_options": "--mpirun-options",
     "nnodes": "--nnodes",
@@ -74,7 +76,11 @@ _FLAGS = {
 @click.option("--layout", help="contiguous, strided.")
 @click.option("--placement", help="in, out. [default: each collective's customary one]")
 @click.option("--cache", help="hot, cold. [default: hot]")
-@click.option("--mode", help="eager.")
+@click.option("--mode", help="eager, graph (on a GPU). [default: eager]")
+@click.option("--graph-timing", help="In graphs: isolated (ranks meet before each call) or chained (calls follow at "
+              "once). [default: isolated]")  # fmt: skip
+@click.option("--share-device", is_flag=True, default=None, help="More ranks than GPUs, for correctness: such times "
+              "are marked and compared with nothing else.")  # fmt: skip
 @click.option("--backends", help="auto (the policy picks) and names to force, comma-separated. [default: auto]")
 @click.option("--policy", help="Dispatch policies by name or file, comma-separated. [default: commbench]")
 @click.option("--launches", type=int, help="Fresh torchrun jobs; each measures every point. [default: 1]")

@@ -18,7 +18,7 @@ _HOST_NAME = "host.name"
 # What a sweep measures and how; the rest of a spec says how often and how long.
 _SPEC: tuple[str, ...] = (
     "collectives", "dtypes", "ops", "sizes", "layout", "placement", "cache", "mode", "backends", "policy", "group",
-    "tp", "device", "sync", "loop", "skew", "ca_provider",
+    "tp", "device", "sync", "loop", "skew", "ca_provider", "graph_timing", "share_device",
 )  # fmt: skip
 _SHOWN = 90
 

@@ -57,13 +57,27 @@ def resolve_device(spec: SweepSpec, ranks_here: int | None = None) -> str:
     gpus, ranks = gpu_count(), spec.ranks_per_node if ranks_here is None else ranks_here
     if spec.device == "cuda" and not gpus:
         raise SpecError("--device cuda: this machine shows no GPU; use --device cpu")
-    if spec.device == "cuda" and gpus < ranks:
+    if spec.device == "cuda" and gpus < ranks and not spec.share_device:
         raise SpecError(
-            f"--device cuda with {ranks} ranks here: this machine has {gpus} GPUs, one is needed for each rank"
+            f"--device cuda with {ranks} ranks here: this machine has {gpus} GPUs, one is needed for each rank; "
+            "--share-device lets ranks share them, for correctness: such times are compared with nothing else"
         )
     if spec.device == "auto":
         return "cuda" if gpus >= ranks else "cpu"
     return spec.device
+
+
+def _check_device(spec: SweepSpec, device: str) -> None:
+    """Raise SpecError for what this device cannot do in any point; where modes are listed, its points are skipped."""
+    if device == "cpu" and spec.mode == ("graph",):
+        raise SpecError("--mode graph: the CPU has no graphs to capture; take --mode eager, or a machine with a GPU")
+    if device == "cpu" and spec.share_device:
+        raise SpecError("--share-device: the ranks are on the CPU; it is for --device cuda with fewer GPUs than ranks")
+    if device != "cpu" and spec.sync == "none":
+        raise SpecError(
+            f"--sync none on {device}: streams meet before every call there; for calls that follow each other at once "
+            "take --mode graph --graph-timing chained"
+        )
 
 
 def prepare(spec: SweepSpec, ranks_here: int | None = None) -> tuple[Expansion, Settings]:
@@ -71,6 +85,7 @@ def prepare(spec: SweepSpec, ranks_here: int | None = None) -> tuple[Expansion, 
     SpecError, UnknownName or PolicyError."""
     policies = {name: load_policy(name) for name in spec.policy}
     device = resolve_device(spec, ranks_here)
+    _check_device(spec, device)
 
     def probes(policy: str, collective: str, dtype: str, ranks: int) -> list[int]:
         from commbench.policy.boundaries import probe_sizes
@@ -101,6 +116,8 @@ def prepare(spec: SweepSpec, ranks_here: int | None = None) -> tuple[Expansion, 
         skew_rank=skew_rank,
         skew_s=skew_s,
         device=device,
+        graph_timing=spec.graph_timing,
+        share_device=spec.share_device,
         backends=tuple(b for b in spec.backends if b != AUTO),
         tp=spec.tp,
         pp=spec.pp,

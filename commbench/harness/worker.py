@@ -175,7 +175,10 @@ def main(directory: Path, launch: int, heartbeat: Heartbeat | None, watch: Watch
         os.environ[CA_PROVIDER_VARIABLE] = settings.ca_provider
     device = torch.device(settings.device)
     if settings.device != "cpu":
-        device = torch.device(settings.device, int(os.environ["LOCAL_RANK"]))
+        index = int(os.environ["LOCAL_RANK"])
+        if settings.share_device:
+            index %= max(1, torch.cuda.device_count())
+        device = torch.device(settings.device, index)
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=max(LEAST_PATIENCE_S, settings.patience_s))
     bind_stores()
