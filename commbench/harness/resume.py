@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,6 +127,19 @@ def held(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def remove_temporaries(directory: Path) -> None:
+    """Take away what a command left in its run's folder that was killed while it wrote: all names with a dot are such.
+
+    The caller holds the run.
+    """
+    for folder in (directory, directory / schema.SAMPLES_DIR, directory / schema.LOGS_DIR):
+        for path in folder.glob(".*"):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def kept_after(error: BaseException, directory: Path) -> CommbenchError:

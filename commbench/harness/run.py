@@ -21,7 +21,7 @@ from commbench.harness.fingerprint import fingerprint
 from commbench.harness.launch import NOTHING_AGAIN, Again, Event, run_launch
 from commbench.harness.launchers import Nodes, OtherHosts, Program, launch_command
 from commbench.harness.mpirun import binds, find_mpirun
-from commbench.harness.resume import Unfinished, differences, held, kept_after, record_of
+from commbench.harness.resume import Unfinished, differences, held, kept_after, record_of, remove_temporaries
 from commbench.harness.supervisor import Limits, interruptible, stopping
 from commbench.harness.tracing import launch_span
 from commbench.measure.settings import Settings
@@ -255,6 +255,7 @@ def resume(
     """
     out = work.directory
     with interruptible(), held(out):
+        remove_temporaries(out)
         history = [*work.manifest.get("resumed", []), record_of(changed, retry, list(argv) or sys.argv)]
         update_manifest(out, outcome="running", resumed=history, error=None)
         _measure(out, work.spec, work.left, on_event, limits or limits_of(work.spec), work.again, others)

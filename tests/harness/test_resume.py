@@ -14,7 +14,7 @@ from commbench.errors import StoreError, UsageError
 from commbench.harness import resume as module
 from commbench.harness.launch import Again, left_over
 from commbench.harness.order import shuffled
-from commbench.harness.resume import differences, held, parse_retry, unfinished
+from commbench.harness.resume import differences, held, parse_retry, remove_temporaries, unfinished
 from commbench.harness.run import new_manifest, prepare, refuse_another
 from commbench.harness.work import read_work, remove_work, write_work
 from commbench.store.run import Plan, PointLog, create, open_run, row_of, update_manifest
@@ -156,6 +156,15 @@ def test_two_commands_do_not_measure_into_one_run(run: Path) -> None:
         assert done.returncode == 5
         assert "is being measured by another commbench" in done.stdout
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_what_a_killed_command_left_half_written_is_taken_away(run: Path) -> None:
+    names = set(run.rglob("*"))
+    (run / ".manifest.json.abc").write_text("{")
+    (run / "samples" / ".launch-0.parquet.tmp").write_bytes(b"PAR1")
+    (run / "logs" / ".launch-0" / "x").mkdir(parents=True)
+    remove_temporaries(run)
+    assert set(run.rglob("*")) == names
 
 
 def test_the_ranks_are_told_what_to_measure_and_refuse_what_is_anothers(run: Path) -> None:
