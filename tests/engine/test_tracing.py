@@ -18,6 +18,7 @@ from commbench.errors import UsageError
 from commbench.harness import tracing
 from commbench.harness.look import ENDPOINT_VARIABLE, Look
 from commbench.harness.tracing import Context, RankTrace, Trace, traced
+from commbench.harness.watch import watching
 from commbench.measure.observer import BlockSeen
 from commbench.types import Point
 from tests.engine.otlp import attributes, receiving
@@ -252,3 +253,12 @@ def test_a_run_that_is_resumed_has_the_trace_of_the_last_command(tmp_path: Path)
 def test_nothing_is_noted_where_nobody_asks() -> None:
     assert Look.of(None, False, None, {ENDPOINT_VARIABLE: "http://collector:4318"}) == Look()
     assert tracing.rank_trace(Path("/nonexistent"), 0, 0, {"TRACEPARENT": ABOVE}) is None
+    with watching(Path("/nonexistent"), 0, {"RANK": "0", "TRACEPARENT": ABOVE}) as watch:
+        assert watch.observers == ()  # nothing in the meter then
+
+
+def test_a_rank_that_cannot_write_says_so_and_measures_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"RANK": "1", "TRACEPARENT": ABOVE, tracing.TRACE_VARIABLE: "1"}
+    with watching(Path("/nonexistent"), 0, asked) as watch:
+        assert watch.observers == ()
+    assert "rank 1 is not traced: " in capsys.readouterr().err
