@@ -5,16 +5,12 @@ Importing this package imports no torch; the parts that measure do.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from commbench.harness.engine import Engine as Engine
-    from commbench.types import Point as Point
+from typing import Any
 
 __version__ = "0.1.0"
 
 
-# what a notebook needs, imported when it is used
+# what a notebook needs, imported when it is used; __init__.pyi says the same to type checkers
 _LAZY = {"Engine": "commbench.harness.engine", "Point": "commbench.types"}
 
 
