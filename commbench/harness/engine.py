@@ -122,7 +122,7 @@ class Engine:
     ) -> None:
         self._job: Job | None = None
         started = time.time()
-        from commbench.harness.kernel_packages import check_versions, defaults_for, installed_versions, left_alone
+        from commbench.harness.kernel_packages import check_versions, installed_versions, left_alone
         from commbench.harness.run import prepare
         from commbench.sweep import make_spec
 
@@ -143,7 +143,7 @@ class Engine:
             check_versions(installed_versions(), variables)
         for text in left_alone(variables):
             _warn(text)
-        job = self._job = Job.start(self._spec.ranks, {**defaults_for(variables), **given})
+        job = self._job = Job.start(self._spec.ranks, given)
         # also when this process ends; and it must not hold the engine
         self._finalizer = weakref.finalize(self, job.end)
         try:
@@ -229,7 +229,7 @@ class Engine:
 
         The ranks and the device are the engine's. Raises SpecError where the settings ask for others, as a sweep does
         for other bad input, and StoreError for an ``out`` that cannot be used. Ctrl-C ends it after the present
-        points, which are kept, and goes on as KeyboardInterrupt.
+        points, which are kept, and goes on as KeyboardInterrupt; a second one ends the engine.
         """
         return self._measure(what, settings, None, out=out, trace=trace, endpoint=otlp_endpoint, on_event=on_event)
 
@@ -286,8 +286,8 @@ class Engine:
             finally:
                 if directory is not None:
                     self._close_run(directory, outcome, answer)
-        if self._interruption is not None:
-            raise self._interruption
+            if self._interruption is not None:
+                raise self._interruption
         return Measurements(tuple(rows), directory, max(0.0, (answer["began_ns"] - called_ns) * 1e-9))
 
     def _create_run(self, directory: Path, spec: SweepSpec, expansion: Expansion, how: Settings) -> None:
@@ -570,7 +570,7 @@ class Engine:
         """Send each rank its message and wait for all replies.
 
         starting: a deadline, while the engine comes up. With ``on_event`` the call can be stopped: what on_event
-        raises, or Ctrl-C, asks the ranks to stop, and is kept in ``_interruption``; a second Ctrl-C ends the wait.
+        raises, or Ctrl-C, asks the ranks to stop, and is kept in ``_interruption``; a second Ctrl-C ends the engine.
         """
         job = self._job
         assert job is not None  # only a started engine gets here
@@ -602,7 +602,10 @@ class Engine:
                     late = ", ".join(str(r) for r in range(job.ranks) if r not in replies)
                     raise job.failed_start(f"ranks {late} did not become ready in time")
             except (KeyboardInterrupt, Exception) as error:  # whatever on_event raises
-                if on_event is None or self._interruption is not None or job.ended:
+                if on_event is None or job.ended:
+                    raise
+                if self._interruption is not None:  # the run directory is closed now, so nobody may write to it
+                    job.end("it was interrupted twice")
                     raise
                 self._interruption = error
                 with contextlib.suppress(Gone):  # then the next message tells

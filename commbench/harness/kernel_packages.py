@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from commbench.errors import EngineError
-from commbench.harness.doctor import ENGINE_NEEDS, SKIP_VERSION_CHECK
-from commbench.policy.load import version_key
 
 # SGLang 0.5.3 at start-up. A value of the user's is never replaced, not even by what means the same.
 DEFAULTS: Mapping[str, str] = {
@@ -34,6 +32,9 @@ def check_versions(installed: Mapping[str, str], environment: Mapping[str, str],
 
     installed: distribution → version; one that is missing is no error, since every one is optional.
     """
+    from commbench.harness.doctor import ENGINE_NEEDS, SKIP_VERSION_CHECK
+    from commbench.policy.load import version_key
+
     if environment.get(SKIP_VERSION_CHECK) == "1":
         return
     for package, needed in ENGINE_NEEDS[engine].items():
@@ -48,6 +49,8 @@ def check_versions(installed: Mapping[str, str], environment: Mapping[str, str],
 def installed_versions(engine: str = "SGLang 0.5.3") -> dict[str, str]:
     """Versions of an engine's kernel packages that are installed here."""
     from importlib.metadata import PackageNotFoundError, version
+
+    from commbench.harness.doctor import ENGINE_NEEDS
 
     found = {}
     for package in ENGINE_NEEDS[engine]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from commbench.harness import binding
 from commbench.harness import mpirun as mpi
+from commbench.harness.kernel_packages import defaults_for
 from commbench.harness.sockets import interface_of
 
 LAUNCHER_JOINS_S = 60  # for the torchruns of all hosts to find each other
@@ -138,6 +139,7 @@ def environment_of(program: Program) -> dict[str, str]:
     changed = {**os.environ, **program.variables}
     environment = {name: value for name, value in changed.items() if value is not None}
     environment.setdefault("OMP_NUM_THREADS", "1")
+    environment.update(defaults_for(environment))
     if program.launcher == "mpirun":
         environment.update(mpi.rendezvous(environment))
     elif program.bind:
