@@ -239,7 +239,7 @@ class CustomAllReduceBackend(Backend):
         self._handle = 0
         self._rank_data = torch.empty(0)
         self._old: list[tuple[int, torch.Tensor]] = []
-        self._register = "expandable_segments:true" not in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "").lower()
+        self._register = not _expandable_segments()
         self._capturing = False
         try:
             together(group, self.name, self._start)
@@ -379,6 +379,12 @@ class CustomAllReduceBackend(Backend):
         self._old, self._handle = [], 0
         self._buffers.close()
         self._flags.close()
+
+
+def _expandable_segments() -> bool:
+    """Whether torch allocates in a way that CUDA IPC cannot share (which torch 2.9 reads from a second variable)."""
+    variables = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    return any("expandable_segments:true" in os.environ.get(v, "").lower() for v in variables)
 
 
 def together_load(group: Group, provider: str) -> Functions:

@@ -40,7 +40,11 @@ class NcclSymmBackend(PyNcclBackend):
             together(group, self.name, lambda: bytes_from_environment(self.name, MAX_BYTES_VARIABLE, DEFAULT_MAX_BYTES))
         )
         self._windows: list[tuple[int, ctypes.c_void_p]] = []  # address, ncclWindow_t
-        self._buffer = Staging(self.name, self.max_bytes, self._make)
+        try:
+            self._buffer = Staging(self.name, self.max_bytes, self._make)
+        except BackendUnavailable:
+            self._comm.abort()
+            raise
         self.provider += ", symmetric windows"
 
     @classmethod
@@ -83,8 +87,13 @@ class NcclSymmBackend(PyNcclBackend):
         code = self._library.ncclCommWindowRegister(
             self._handle, address, size_bytes, ctypes.byref(window), COLL_SYMMETRIC
         )
-        together(self.group, self.name, lambda: self._registered(code, window))
+        try:
+            together(self.group, self.name, lambda: self._registered(code, window))
+        except BackendUnavailable:
+            self._library.ncclMemFree(address)
+            raise
         self._windows.append((address, window))
+        self._low, self._high = address, address + size_bytes
         return devices.at_address(address, size_bytes, self.group.device)
 
     def _allocate(self, size_bytes: int) -> int:
@@ -106,15 +115,11 @@ class NcclSymmBackend(PyNcclBackend):
                 "it needs NVLink between the ranks and NCCL_CUMEM_ENABLE=1",
             )
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the window that is in use."""
-        first = self._windows[-1][0]
-        return first <= tensor.data_ptr() < first + self._buffer.size_bytes
-
     # ---- calls ------------------------------------------------------------------------------------------------
 
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
-        if self.holds(input) and self.holds(output):
+        low, high = self._low, self._high
+        if low <= input.data_ptr() < high and low <= output.data_ptr() < high:
             super().all_reduce(input, output, op)
             return
         self.calls += 1

@@ -324,10 +324,12 @@ class PyNcclBackend(Backend):
         self._check_alive()
         self._library.ncclGroupStart()
         problem = 0
-        for call in calls:
-            code = call()
-            problem = problem or (code if code != IN_PROGRESS else 0)
-        code = self._library.ncclGroupEnd()
+        try:
+            for call in calls:
+                code = call()
+                problem = problem or (code if code != IN_PROGRESS else 0)
+        finally:  # an open group would swallow every later call
+            code = self._library.ncclGroupEnd()
         if problem or code:
             self._done(problem or code, what)
 
@@ -414,7 +416,7 @@ class PyNcclBackend(Backend):
 
     def gather(self, input: torch.Tensor, output: torch.Tensor | None, dst: int) -> None:
         self.calls += 1
-        calls = [self._send(input, dst)]
+        calls = [self._send(input, dst)] if input.numel() else []
         target = None if output is None else devices.dense(output)
         if target is not None and input.numel():
             parts = target.view(-1).chunk(self.group.world_size)
@@ -426,7 +428,7 @@ class PyNcclBackend(Backend):
     def scatter(self, input: torch.Tensor | None, output: torch.Tensor, src: int) -> None:
         self.calls += 1
         target = devices.dense(output)
-        calls = [self._recv(target, src)]
+        calls = [self._recv(target, src)] if output.numel() else []
         if input is not None and output.numel():
             parts = input.contiguous().view(-1).chunk(self.group.world_size)
             calls += [self._send(part, i) for i, part in enumerate(parts)]
