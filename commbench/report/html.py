@@ -22,6 +22,7 @@ from commbench.report.summary import (
     noise_marks,
     number,
     records,
+    took_text,
 )
 from commbench.types import AUTO, NO_DTYPE
 from commbench.units import format_size, format_time
@@ -202,6 +203,8 @@ def _glance(points: pd.DataFrame, names: Sequence[str]) -> list[dict[str, str]]:
         for run in sorted({r["run"] for r in rows}):
             own = [r for r in rows if r["run"] == run]
             steady = [r for r in own if r["status"] == "ok"] or own
+            # the fastest and the best are named among equals: what is quantised only where nothing else is there
+            steady = [r for r in steady if not r["quantised"]] or steady
             fast = min(steady, key=lambda r: (r["size_bytes"], r["latency_median_s"]))
             best = max(steady, key=lambda r: number(r["busbw_gb_per_s"]) if r["busbw_gb_per_s"] else 0.0)
             rate = best["busbw_gb_per_s"]
@@ -220,7 +223,7 @@ def _glance(points: pd.DataFrame, names: Sequence[str]) -> list[dict[str, str]]:
 
 
 def _at(row: Mapping[str, Any], has_size: bool) -> str:
-    return f"{format_size(row['size_bytes'])}, {row['backend_picked']}" if has_size else row["backend_picked"]
+    return f"{format_size(row['size_bytes'])}, {took_text(row)}" if has_size else took_text(row)
 
 
 def _picks_text(auto: Sequence[Mapping[str, Any]], has_sizes: bool) -> str:
@@ -275,7 +278,7 @@ def _cells(row: Mapping[str, Any], varying: Sequence[str]) -> list[Cell]:
         Cell(format_size(size) if sized else "–", float(size), "number"),
         *(Cell(str(row[v]), float(row[v]) if v == "world_size" else str(row[v])) for v in varying),
         Cell(row["backend_requested"], row["backend_requested"]),
-        Cell(row["backend_picked"] or "–", row["backend_picked"] or ""),
+        Cell(took_text(row) or "–", took_text(row)),
     ]
     median, p99 = number(row["latency_median_s"]), number(row["latency_p99_s"])
     low, high = number(row["latency_ci_low_s"]), number(row["latency_ci_high_s"])
@@ -344,15 +347,34 @@ def _more(row: Mapping[str, Any], medians: list[str]) -> dict[str, Any]:
     error = number(row["max_abs_error"])
     if error == error:
         facts.append(("largest error", f"{error:.3g}"))
+    facts += _numerics(row)
+    enqueue = number(row["enqueue_median_s"])
+    if enqueue == enqueue:
+        facts.append(("host's time to queue", format_time(enqueue)))
     facts += [
         (name, str(row[name]))
-        for name in ("provider", "policy", "mode", "cache", "placement", "sync", "loop")
+        for name in ("provider", "policy", "mode", "cache", "placement", "sync", "loop", "timing")
         if row[name]
     ]
     if marks := noise_marks(row["noise"]):
         facts.append(("measured in noise", "; ".join(marks)))
     facts.append(("point_id", row["point_id"]))
     return {"decision": decision, "facts": facts}
+
+
+def _numerics(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was found about the numbers of an all-reduce."""
+    relative, ulp = number(row["max_relative_error"]), number(row["max_ulp_error"])
+    facts = []
+    if relative == relative:
+        facts.append(("error", f"{relative:.2g} of the inputs' magnitudes, {ulp:.3g} units in the last place"))
+    if row["ranks_agree"] is not None:
+        facts.append(("all ranks have the same bits", "yes" if row["ranks_agree"] else "no"))
+    if row["repeatable"] is not None:
+        facts.append(("the same bits again", "yes" if row["repeatable"] else "no"))
+    if row["quantised"]:
+        facts.append(("quantised to", str(row["quantised"])))
+    return facts
 
 
 def _sortable(value: float) -> float | str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from commbench.report.summary import VARIANTS, Summary, records, sort_points
+from commbench.report.summary import VARIANTS, Summary, records, sort_points, took_text
 from commbench.types import AUTO, COLLECTIVES, NO_DTYPE
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ def combine(summaries: Sequence[Summary]) -> pd.DataFrame:
     if not frames:
         return summaries[0].points.assign(run=0, variant="")
     points = sort_points(pd.concat(frames, ignore_index=True))
+    # two latencies of a graph that are different quantities
+    chained = (points["mode"] == "graph") & (points["timing"] == "chained")
+    points["mode"] = points["mode"].mask(chained, "graph chained")
     varying = varying_in(points)
     texts = [
         " · ".join(_variant_text(v, value) for v in varying[row["collective"]] if (value := row[v]))
@@ -104,7 +107,7 @@ def line_of(row: Mapping[str, Any], names: Sequence[str], several_policies: bool
     if several_policies and asked == AUTO:
         how += f", {row['policy']}"
     run = int(row["run"])
-    label = f"{picked} ({how})" + (f" · {names[run]}" if len(names) > 1 else "")
+    label = f"{took_text(row)} ({how})" + (f" · {names[run]}" if len(names) > 1 else "")
     return Line(run, picked, forced, label)
 
 
@@ -113,7 +116,7 @@ def lines(panel: pd.DataFrame, names: Sequence[str], several_policies: bool) -> 
     for _, group in panel.groupby(["run", "backend_requested", "policy"], sort=False):
         ordered = group.sort_values("size_bytes", kind="stable")
         drawn = ordered["status"].isin(DRAWN).to_numpy() & ordered["latency_median_s"].notna().to_numpy()
-        rows = records(ordered[["run", "backend_requested", "backend_picked", "policy"]])
+        rows = records(ordered[["run", "backend_requested", "backend_picked", "policy", "quantised"]])
         own = [line_of(row, names, several_policies) if d else None for d, row in zip(drawn, rows, strict=True)]
         start = 0
         for i in range(1, len(own) + 1):

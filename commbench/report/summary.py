@@ -32,6 +32,7 @@ _ENDINGS = {
 }
 
 # What a point is, apart from collective, dtype, size, policy and backend: named only where it varies.
+QUANTISED_MARK = "≈"  # after the name of a backend whose results are rounded more coarsely than their dtype
 VARIANTS: tuple[str, ...] = ("op", "layout", "mode", "cache", "placement", "world_size", "group", "sync")
 
 
@@ -210,9 +211,19 @@ class Summary:
         return "ranks share a device: not comparable with one rank per device" if shared else ""
 
     @property
+    def quantised_text(self) -> str:
+        """``qr quantises to int8 (marked ≈): not as exact as the others``, or "" where no backend does."""
+        rows = records(self.points[["backend_picked", "quantised"]])
+        found = sorted({(str(r["backend_picked"]), str(r["quantised"])) for r in rows if r["quantised"]})
+        if not found:
+            return ""
+        who = ", ".join(f"{backend} to {level}" for backend, level in found)
+        return f"quantised ({QUANTISED_MARK}): {who}; not as exact as the others, so no rival of theirs"
+
+    @property
     def marks(self) -> list[str]:
         """What a reader must know before comparing any number of this run."""
-        return [text for text in (self.oversubscribed_text, self.shared_device_text) if text]
+        return [text for text in (self.oversubscribed_text, self.shared_device_text, self.quantised_text) if text]
 
     @property
     def policies(self) -> list[str]:
@@ -334,6 +345,12 @@ def _values(column: pd.Series) -> list[Any]:
 def number(value: float | None) -> float:
     """The value, NaN where there is none."""
     return math.nan if value is None else float(value)
+
+
+def took_text(row: Mapping[str, Any]) -> str:
+    """What was taken, with a mark where it quantises: ``qr≈int8``; "" where nothing was."""
+    picked, level = row["backend_picked"] or "", row["quantised"]
+    return f"{picked}{QUANTISED_MARK}{level}" if picked and level else str(picked)
 
 
 def checked_text(row: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from commbench.report.lines import chosen_sizes, combine, panels
 from commbench.report.style import interval_text, short_rate
-from commbench.report.summary import Summary, checked_text, number, records, summarise
+from commbench.report.summary import Summary, checked_text, number, records, summarise, took_text
 from commbench.store.run import Run
 from commbench.types import AUTO, NO_DTYPE
 from commbench.units import format_size, format_time
@@ -103,7 +103,7 @@ def _print_table(summary: Summary, points: pd.DataFrame, console: Console) -> No
 def _cells(row: Mapping[str, Any], several_policies: bool) -> list[Text]:
     status = str(row["status"])
     size = format_size(int(row["size_bytes"])) if row["dtype"] != NO_DTYPE else "–"
-    asked, took = str(row["backend_requested"]), str(row["backend_picked"] or "–")
+    asked, took = str(row["backend_requested"]), took_text(row) or "–"
     if several_policies and asked == AUTO:
         asked = f"auto ({row['policy']})"
     median, low, high, p99, algbw, busbw = (
