@@ -146,13 +146,13 @@ def median_interval(samples: Array, effective: float | None = None) -> Interval:
 def is_steady(samples: Array) -> bool:
     """Whether warm-up has ended: the medians of the last two quarters agree within their intervals.
 
-    With fewer than 24 samples the quarters are too short for an interval: then the two halves must overlap
-    in their ranges. Fewer than four samples are never steady.
+    With fewer than 48 samples a quarter's interval would be its range, which one outlier stretches: then the two halves
+    are compared. Fewer than four samples are never steady.
     """
     n = len(samples)
     if n < 4:
         return False
-    part = n // 4 if n >= 4 * FEWEST_FOR_INTERVAL else n // 2
+    part = n // 4 if n >= 8 * FEWEST_FOR_INTERVAL else n // 2
     last, before = samples[n - part :], samples[n - 2 * part : n - part]
     a, b = median_interval(last, effective=part), median_interval(before, effective=part)
     return a.low <= b.high and b.low <= a.high

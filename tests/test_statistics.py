@@ -107,6 +107,14 @@ def test_few_samples_are_steady_when_their_halves_overlap() -> None:
     assert not is_steady(np.array([5.0, 4.8, 1.1, 1.0]))
 
 
+@pytest.mark.parametrize("n", [24, 32, 45, 60, 100])
+def test_a_falling_series_is_not_steady_though_one_late_sample_is_an_outlier(n: int) -> None:
+    rng = np.random.default_rng(n)
+    falling = 6.0 - 0.01 * np.arange(n) + rng.normal(0, 0.005, n)
+    falling[-3] = 8.0
+    assert not is_steady(falling)
+
+
 def test_a_slow_drift_is_seen() -> None:
     rng = np.random.default_rng(5)
     level = 10 + rng.normal(0, 0.1, 300)

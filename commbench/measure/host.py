@@ -34,6 +34,7 @@ from commbench.types import COLLECTIVES
 
 VISIT_S = 0.02  # time one visit of a point aims at
 FIRST_WARMUP = 4  # iterations of the first warm-up block
+ENOUGH_WARMUP = 24  # from here on a half has an interval that one outlier does not stretch; fewer only if time is short
 WARMUP_SHARE = 0.4  # of max_time_per_point, at most, goes into the first warm-up
 CALIBRATION_S = 0.5  # longest that one series of empty iterations takes (a start across hosts can take milliseconds)
 KNOWN_DURATIONS = ((1e-6, 400), (10e-6, 200), (1e-3, 10))  # seconds, samples
@@ -204,7 +205,8 @@ class HostTiming(Timing):
             iterations += n
             seen.append(samples.latency)
             elapsed = self._clock_s() - started
-            agreed = agreed + 1 if is_steady(np.concatenate(seen)) else 0
+            enough = iterations >= ENOUGH_WARMUP or elapsed >= 0.5 * WARMUP_SHARE * time_cap
+            agreed = agreed + 1 if enough and is_steady(np.concatenate(seen)) else 0
             done = agreed >= 2 or (elapsed >= WARMUP_SHARE * time_cap and iterations >= FIRST_WARMUP)
             wanted = min(self._team.capacity, max(2, math.ceil(iterations * 0.5)))
             affordable = max(2, int((WARMUP_SHARE * time_cap - elapsed) / s.each_s)) if not done else 2
