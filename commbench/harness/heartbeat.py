@@ -147,18 +147,18 @@ class Page:
 
     # ---- reading ------------------------------------------------------------------------------------------
 
-    def pulses(self) -> list[Pulse]:
-        """Of every rank that has joined, by rank."""
-        found = (self._pulse(rank) for rank in range(self._ranks))
+    def pulses(self, *, iterations: bool = True) -> list[Pulse]:
+        """Of every rank that has joined, by rank. iterations: count the finished ones too, which takes longer."""
+        found = (self._pulse(rank, iterations) for rank in range(self._ranks))
         return [pulse for pulse in found if pulse is not None]
 
-    def _pulse(self, rank: int) -> Pulse | None:
+    def _pulse(self, rank: int, iterations: bool) -> Pulse | None:
         at = _HEADER + rank * _RECORD
         words = self._words[at // 8 : at // 8 + 16]
         if not words[_PID]:
             return None
         phase = _PHASES[words[_PHASE]]
-        timed = words[_STAGE] == VISITING and phase in ("warm-up", "return", "sample")
+        timed = iterations and words[_STAGE] == VISITING and phase in ("warm-up", "return", "sample")
         return Pulse(
             rank,
             words[_PID],

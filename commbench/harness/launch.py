@@ -19,7 +19,7 @@ from typing import Any
 
 from commbench.errors import LaunchError, StoreError
 from commbench.harness import mpirun as mpi
-from commbench.harness.heartbeat import STORE_LOST, VARIABLE, VISITING, Page, Pulse
+from commbench.harness.heartbeat import BETWEEN, STORE_LOST, VARIABLE, VISITING, Page, Pulse
 from commbench.harness.launchers import Program, environment_of, launch_command, launcher_facts, printable
 from commbench.harness.nodes import nearest_cause
 from commbench.harness.rank import log_path
@@ -44,7 +44,8 @@ from commbench.types import Point
 from commbench.units import format_size
 
 PROGRESS = "progress.jsonl"
-POLL_S = 0.2
+POLL_S = 0.1  # between two looks at a job that starts or ends
+MEASURING_POLL_S = 0.5  # while ranks measure: they may have every core
 MOST_DEATHS = 3  # jobs of a launch that may die one after the other, between points and without finishing one
 MOST_JOBS_ENDED = 2  # by one point, before it is left out
 _PR_SET_PDEATHSIG = 1
@@ -162,7 +163,7 @@ class Launch:
                         self.startup_s = time.monotonic() - started
                     self.note(event)
                     on_event(event)
-                self.pulses = page.pulses()
+                self.pulses = page.pulses(iterations=False)
                 if code is not None:
                     return code
                 now = time.monotonic()
@@ -177,10 +178,12 @@ class Launch:
                     dead_since = dead_since or now
                 if trouble is not None and (trouble.kind != "dead" or now - (dead_since or now) > DEAD_GRACE_S):
                     if trouble.kind in ("hang", "start", "launch"):
+                        self.pulses = page.pulses()
                         self._look_at_stacks(trouble)
                     end_job(job, page.pulses())
                     continue
-                time.sleep(POLL_S)
+                measuring = self.trouble is None and any(p.stage in (VISITING, BETWEEN) for p in self.pulses)
+                time.sleep(MEASURING_POLL_S if measuring else POLL_S)
         finally:
             page.refuse()
             try:
@@ -511,6 +514,8 @@ def _refuse_deadly(
     for record in manifest.get("launches", []):
         for death in record.get("ended_by", []):
             ended.setdefault(death["point_id"], []).append((record["launch"], death))
+    if not ended:
+        return
     have = {row.get("point_id") for row in open_run(directory).rows() if row.get("launch") == index}
     for order, point in points.items():
         deaths = ended.get(point.point_id, [])
