@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,15 +25,14 @@ from commbench.measure.observer import BlockSeen, Observer
 from commbench.measure.offset import times_across
 from commbench.measure.point_state import PointState
 from commbench.measure.settings import Settings
+from commbench.measure.stopping import FIRST_WARMUP, WarmUpRule
 from commbench.measure.team import Team
 from commbench.measure.timing import Timing
 from commbench.native import load, why_unavailable
-from commbench.statistics import Array, is_steady, quantile
+from commbench.statistics import Array, quantile
 from commbench.types import COLLECTIVES
 
 VISIT_S = 0.02  # time one visit of a point aims at
-FIRST_WARMUP = 4  # iterations of the first warm-up block
-ENOUGH_WARMUP = 24  # from here on a half has an interval that one outlier does not stretch; fewer only if time is short
 WARMUP_SHARE = 0.4  # of max_time_per_point, at most, goes into the first warm-up
 CALIBRATION_S = 0.5  # longest that one series of empty iterations takes (a start across hosts can take milliseconds)
 KNOWN_DURATIONS = ((1e-6, 400), (10e-6, 200), (1e-3, 10))  # seconds, samples
@@ -198,22 +196,19 @@ class HostTiming(Timing):
         """Until the series is steady twice running, or WARMUP_SHARE of the time is used up; then batch and block."""
         started = self._clock_s()
         seen: list[Array] = []
-        agreed, n, iterations = 0, FIRST_WARMUP * len(s.calls), 0
-        n = min(n, self._team.capacity)
-        while True:
+        rule = WarmUpRule(WARMUP_SHARE * time_cap)
+        n = min(FIRST_WARMUP * len(s.calls), self._team.capacity)
+        iterations = done = steady = 0
+        while not done:
             samples = self._seen(s, n, keep=False)
             iterations += n
             seen.append(samples.latency)
             elapsed = self._clock_s() - started
-            enough = iterations >= ENOUGH_WARMUP or elapsed >= 0.5 * WARMUP_SHARE * time_cap
-            agreed = agreed + 1 if enough and is_steady(np.concatenate(seen)) else 0
-            done = agreed >= 2 or (elapsed >= WARMUP_SHARE * time_cap and iterations >= FIRST_WARMUP)
-            wanted = min(self._team.capacity, max(2, math.ceil(iterations * 0.5)))
-            affordable = max(2, int((WARMUP_SHARE * time_cap - elapsed) / s.each_s)) if not done else 2
-            action, n, agreed = self._team.from_first(int(done), min(wanted, affordable), agreed)
-            if action:
-                break
-        s.steady = agreed >= 2
+            ends = rule.look(np.concatenate(seen), elapsed)
+            affordable = max(2, int((rule.limit_s - elapsed) / s.each_s))
+            wanted = min(self._team.capacity, rule.next_n(iterations), affordable)
+            done, n, steady = self._team.from_first(int(ends), wanted, int(rule.steady))
+        s.steady = bool(steady)
         series = np.concatenate(seen)
         typical = float(np.median(series[len(series) // 2 :]))
         clock_error_s = self._team.clock_error_s

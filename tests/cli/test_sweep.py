@@ -159,22 +159,6 @@ def test_a_rank_that_enters_late_by_300_us_shows_as_skew_and_not_as_latency(proc
     assert len(launch["known_answers"]) == 6
 
 
-def test_a_warm_up_of_scripted_length_is_found_and_kept_out_of_the_result(process: Any, tmp_path: Path) -> None:
-    slow, usual = 150, 10_000  # calls: ten times as long at first, falling to the usual time
-    durations = [round(2e-4 * (10 - 9 * i / slow), 6) for i in range(slow)] + [2e-4] * usual
-    out = tmp_path / "run"
-    code, _, stderr = sweep(
-        process, out, "--tp", "2", "--sizes", "64", "--backends", "fake", "--collectives", "all_reduce",
-        "--placement", "out", "--max-time-per-point", "1s", script={"duration_s": durations},
-    )  # fmt: skip
-    assert code == 0, stderr
-    (row,) = open_run(out).rows()
-    assert row["status"] == "ok"
-    assert row["warmup_iterations"] >= slow - 20  # checks make calls too
-    assert row["latency_median_s"] == pytest.approx(2e-4, rel=0.05)
-    assert row["latency_p90_s"] < 2.5e-4
-
-
 @pytest.mark.slow
 def test_a_rank_that_is_killed_costs_its_point_and_the_sweep_goes_on(process: Any, tmp_path: Path) -> None:
     out = tmp_path / "run"

@@ -16,7 +16,7 @@ from commbench.measure.aggregate import (
 )
 from commbench.measure.clock import resolution_s, timer_facts
 from commbench.measure.loop import Block, no_collection, nothing, run_block
-from commbench.measure.stopping import FEWEST_VISITS, StoppingRule
+from commbench.measure.stopping import FEWEST_VISITS, FIRST_WARMUP, StoppingRule, WarmUpRule
 
 
 def block(starts: list[list[int]], ends: list[list[int]], **settings: object) -> object:
@@ -151,6 +151,32 @@ def test_the_empty_iterations_median_is_overhead_and_their_spread_is_uncertainty
     facts = timer_facts(np.array([100] * 60 + [130] * 40), resolution=1e-9)
     assert facts.overhead_s == pytest.approx(100e-9)
     assert facts.uncertainty_s == pytest.approx(30e-9)
+
+
+def warmed_up(series: np.ndarray, each_s: float = 1e-4, limit_s: float = 10.0) -> tuple[int, bool]:
+    """Iterations that the rule takes of a scripted series, and whether it found it steady."""
+    rule, made = WarmUpRule(limit_s), FIRST_WARMUP
+    while not rule.look(series[:made], made * each_s):
+        made += rule.next_n(made)
+    return made, rule.steady
+
+
+@pytest.mark.parametrize("length", [40, 150, 400, 1000])
+def test_a_warm_up_of_scripted_length_is_found(length: int) -> None:
+    rng = np.random.default_rng(length)
+    falling = np.concatenate([np.linspace(3.0, 1.0, length), np.ones(20 * length)])
+    falling *= 1 + 0.02 * rng.random(len(falling))
+    falling[rng.random(len(falling)) < 0.02] *= 5  # and a few are held up by something else
+    made, steady = warmed_up(falling)
+    assert steady
+    assert 0.9 * length <= made <= 6 * length
+    assert warmed_up(np.ones(1000) + rng.normal(0, 0.02, 1000))[0] <= 48
+
+
+def test_a_warm_up_that_does_not_end_is_cut_off_and_said_to_be_unsteady() -> None:
+    made, steady = warmed_up(np.linspace(3.0, 1.0, 100_000), limit_s=0.1)
+    assert not steady
+    assert 1000 <= made <= 1600
 
 
 RULE = StoppingRule(target=0.01, max_time_s=1.0)
