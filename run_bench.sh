@@ -3,6 +3,7 @@
 #
 #   ./run_bench.sh                  measure this machine with sweeps/quick.toml, then name the report
 #   ./run_bench.sh test [ARG...]    run the tests; arguments go to pytest
+#   ./run_bench.sh gpu-check        check every backend on this machine's GPUs, in at most three minutes
 #   ./run_bench.sh ARG...           anything else goes to commbench: ./run_bench.sh sweep --tp 4
 #
 # The first run makes .venv beside this file and installs into it. Later runs install nothing and need
@@ -301,6 +302,11 @@ case ${1-} in
     set_up dev
     cd -- "$ROOT"
     exec "$PYTHON" -m pytest "$@"
+    ;;
+  gpu-check)
+    shift
+    set_up run
+    exec "$PYTHON" -P -m commbench.harness.gpu_check "$@"
     ;;
   '')
     set_up run

@@ -17,18 +17,27 @@ from commbench.backends.shm import prove_one_host
 from commbench.errors import UsageError
 from commbench.types import Platform
 
+MULTI_RANK_NCCL = (2, 30)  # the first NCCL that lets ranks share a GPU, with NCCL_MULTI_RANK_GPU_ENABLE=1
 
-def world_group(device: torch.device, timeout: datetime.timedelta) -> Group:
+
+def library_for_shared_gpus() -> str:
+    """What carries the device group where ranks share a GPU: an older NCCL would fail when it is set up."""
+    if not dist.is_nccl_available() or torch.version.hip:
+        return "gloo"
+    return "nccl" if tuple(torch.cuda.nccl.version())[:2] >= MULTI_RANK_NCCL else "gloo"  # type: ignore[no-untyped-call]
+
+
+def world_group(device: torch.device, timeout: datetime.timedelta, library: str = "") -> Group:
     """Initialise torch.distributed from the environment (as torchrun sets it) and give the group of all ranks.
 
-    The CPU group is gloo; on another device its own library carries the device group.
+    The CPU group is gloo; on another device ``library`` carries the device group, "" for the device's own.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if device.type == "cpu":
+    if device.type == "cpu" or library == "gloo":
         dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
         cpu_group = device_group = dist.group.WORLD
     else:
-        library = collective_library(device.type)
+        library = library or collective_library(device.type)
         dist.init_process_group(library, rank=rank, world_size=size, timeout=timeout, device_id=device)
         device_group = dist.group.WORLD
         cpu_group = dist.new_group(list(range(size)), backend="gloo", timeout=timeout)

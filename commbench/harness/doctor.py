@@ -22,7 +22,7 @@ from commbench.policy import list_policies, load_policy
 from commbench.policy.evaluate import read_variable
 from commbench.policy.load import version_key
 from commbench.policy.model import Parameter
-from commbench.registry import BACKENDS, load_backend
+from commbench.registry import BACKENDS, HARDWARE_PROVEN, load_backend
 from commbench.units import format_size
 
 OK, OFF, NOTE, WARNING, PROBLEM = "ok", "off", "note", "warning", "problem"
@@ -251,6 +251,11 @@ def _backends(machine: Machine) -> list[Note]:
             notes.append(Note("backends", name, OK, answer.provider or "available"))
         else:
             notes.append(Note("backends", name, OFF, answer.reason, answer.remedy))
+    unproven = [name for name in machine.backends if name not in HARDWARE_PROVEN]
+    if unproven:
+        what = f"not run on hardware yet, tested through their call paths: {', '.join(unproven)}"
+        how = "on a machine with a GPU: ./run_bench.sh gpu-check"
+        notes.append(Note("backends", "proof", NOTE, what, how))
     return notes
 
 

@@ -23,7 +23,7 @@ from commbench.coordinator.group import GroupCoordinator
 from commbench.coordinator.hints import Hints
 from commbench.coordinator.layouts import parallel_layout
 from commbench.coordinator.setup import backends_of
-from commbench.coordinator.world import local_platform, new_group, world_group
+from commbench.coordinator.world import library_for_shared_gpus, local_platform, new_group, world_group
 from commbench.errors import CommbenchError
 from commbench.harness.agent import bind_stores
 from commbench.harness.fingerprint import format_cpu_list, rank_facts
@@ -182,7 +182,7 @@ def main(directory: Path, launch: int, heartbeat: Heartbeat | None, watch: Watch
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=max(LEAST_PATIENCE_S, settings.patience_s))
     bind_stores()
-    group: Group = world_group(device, timeout)
+    group: Group = world_group(device, timeout, library_for_shared_gpus() if settings.share_device else "")
     policies = {name: load_policy(name) for name in sorted({p.policy for p in plan.points})}
     # every policy finds its backends set up
     backends = [*settings.backends, *(b for p in policies.values() for b in backends_of(p, settings.device))]
