@@ -42,15 +42,18 @@ def medians(folder: Path, watched: bool) -> dict[str, float]:
 
 
 def test_being_watched_costs_nothing_that_can_be_measured(tmp_path: Path, record_property: Any) -> None:
-    effects = []
+    found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     for pair in range(PAIRS):  # the two in turn, so that drift meets both
-        sides = {side: medians(tmp_path / f"{pair}-{side}", side) for side in ((True, False), (False, True))[pair % 2]}
-        effects.append(statistics.mean(math.log(sides[True][p] / sides[False][p]) for p in sides[True]))
-    # the median over pairs: a launch that lands badly moves all its points, watched or not
-    effect = statistics.median(effects)
-    print(f"watched / not watched: {math.exp(effect):.3f}; by pair {', '.join(f'{math.exp(e):.3f}' for e in effects)}")
-    record_property("ratio", math.exp(effect))
-    assert effect < 0.02
+        for watched in ((True, False), (False, True))[pair % 2]:
+            found[watched].append(medians(tmp_path / f"{pair}-{watched}", watched))
+    # what else the machine does only adds, and to whole launches: each side's best launch of a point is without it
+    best = {
+        watched: {p: min(launch[p] for launch in launches) for p in launches[0]} for watched, launches in found.items()
+    }
+    ratio = math.exp(statistics.mean(math.log(best[True][p] / best[False][p]) for p in best[True]))
+    print(f"watched / not watched: {ratio:.3f} (best of {PAIRS} launches each, {len(best[True])} points)")
+    record_property("ratio", ratio)
+    assert ratio < 1.02
 
 
 def large_run(folder: Path) -> None:
