@@ -171,14 +171,14 @@ class FlashInferBackend(Backend):
 
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
         self.calls += 1
-        shape = self._shapes[input.numel()]
-        source = input.view(shape)
+        rows, length = self._shapes[input.numel()]
+        source = input.view(rows, length)
+        first, second = input.data_ptr(), output.data_ptr()
         # a result in place of the input could be read by a rank that is late
-        apart = input.data_ptr() != output.data_ptr() and output.is_contiguous()
-        if apart and not (input.data_ptr() | output.data_ptr()) % PACK:
-            self._all_reduce(source, self._by_dtype[input.dtype], self._pattern, output=output.view(shape))
+        if first != second and not (first | second) % PACK and output.is_contiguous():
+            self._all_reduce(source, self._by_dtype[input.dtype], self._pattern, output=output.view(rows, length))
             return
-        if input.data_ptr() % PACK:
+        if first % PACK:
             source = source.clone()
         target = self._staging[source.dtype, source.shape]
         self._all_reduce(source, self._by_dtype[input.dtype], self._pattern, output=target)

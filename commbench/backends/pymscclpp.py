@@ -207,7 +207,7 @@ class MscclppBackend(Backend):
         if not (self._capturing and devices.is_capturing()) or input.data_ptr() % PACKET:
             source = self._inputs[input.dtype, input.shape]
             source.copy_(input)
-        if not output.is_contiguous() or output.data_ptr() % PACKET:
+        if output.data_ptr() % PACKET or not output.is_contiguous():
             target = torch.empty_like(input)
         self._operation(self._context, source, target, threads, blocks)
         if target is not output:

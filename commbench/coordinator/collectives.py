@@ -9,6 +9,7 @@ the timeout or give wrong data.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -37,13 +38,15 @@ class TensorCollectives(Router):
         """
         if is_dynamo_compiling():
             return self._traced_all_reduce(input, op, out)
-        key = (
-            "all_reduce", op, input.dtype, input.numel(), input.is_contiguous(),
-            None if out is None or out is input else _facts(out), self._mode,
-        )  # fmt: skip
-        route = self._routes.get(key)
-        if out is None:
+        if out is None or out is input:
             out = input
+            key: tuple[Any, ...] = ("all_reduce", op, input.dtype, input.numel(), input.is_contiguous(), self._mode)
+        else:  # a look at a tensor costs more than the rest of this together
+            key = (
+                "all_reduce", op, input.dtype, input.numel(), input.is_contiguous(), self._mode,
+                out.dtype, out.numel(), out.is_contiguous(),
+            )  # fmt: skip
+        route = self._routes.get(key)
         if route is None:
             self._check_like("all_reduce", input, out, 1, 1)
             route = self._decided(key, "all_reduce", input, op, _placement(out is input), (input.numel(),))

@@ -45,7 +45,7 @@ def test_a_backend_alone_that_cannot_work_ends_in_exit_code_2_with_reason_and_re
 def test_in_a_list_its_points_are_skipped_with_the_same_words_and_the_others_are_measured(tmp_path: Path) -> None:
     code, _, points = sweep(tmp_path, "shm,pynccl")
     assert code == 0
-    by_backend = {p["backend"]: p for p in points}
+    by_backend = {p["backend_requested"]: p for p in points}
     assert by_backend["shm"]["status"] != "skipped"
     assert by_backend["pynccl"]["status"] == "skipped"
     assert "the group is on cpu" in by_backend["pynccl"]["reason"]
