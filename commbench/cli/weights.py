@@ -130,4 +130,4 @@ def _line(result: dict[str, Any]) -> str:
     interval = f"{ms('ci_low_s')}–{ms('ci_high_s')} ms" if result["ci_low_s"] is not None else "–"
     rate = "–" if result["gb_per_s"] is None else f"{result['gb_per_s']:.3f}"
     line = f"{format_size(result['bucket_bytes']):>10} {ms('time_to_sync_s') + ' ms':>14} {interval:>22} {rate:>8}  "
-    return line + result["status"] + (f": {result['reason']}" if result["status"] != "ok" else "")
+    return f"{line}{result['status']}" + (f": {result['reason']}" if result["status"] != "ok" else "")

@@ -626,7 +626,8 @@ class Engine:
                         message, data = link.receive()
                     except Gone:
                         self._lost(rank, starting is not None)
-                yield rank, message, data
+                if not job.note(rank, message):
+                    yield rank, message, data
 
     @contextlib.contextmanager
     def _whole_messages(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 from commbench.errors import LaunchError
 from commbench.harness.channel import TOKEN_VARIABLE, Door, Gone, Link, closed_quietly
@@ -38,6 +39,7 @@ class Job:
     owner: int = field(default_factory=os.getpid)
     links: dict[int, Link] = field(default_factory=dict)
     pids: dict[int, int] = field(default_factory=dict)
+    failures: dict[int, tuple[int, str]] = field(default_factory=dict)  # rank → when (monotonic ns) and why it ended
     ended: str = ""  # why there are no ranks any more
 
     @classmethod
@@ -91,12 +93,27 @@ class Job:
         return error
 
     def cause(self) -> str:
-        """Why the job is over, after it was given a moment to say so."""
-        try:
+        """Why the job is over, after it was given a moment to say so: a signal, or the error that came first."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
+        for rank, link in self.links.items():
+            with contextlib.suppress(Gone):  # what it said before it was gone
+                while wait([link.fileno()], 0):
+                    self.note(rank, link.receive()[0])
+        if self.process.poll() is None and not self.failures:
             return "a rank closed its connection"
-        return Launch(self.folder, 0, self.ranks, {}, self.program).failure()
+        told = Launch(self.folder, 0, self.ranks, {}, self.program).failure() if self.process.poll() is not None else ""
+        if self.failures and "was killed by" not in told:
+            rank = min(self.failures, key=lambda r: self.failures[r][0])
+            return f"rank {rank}: {self.failures[rank][1]}"
+        return told
+
+    def note(self, rank: int, message: Mapping[str, Any]) -> bool:
+        """Keep what a rank said of its own end; whether it did."""
+        if "failed" not in message:
+            return False
+        self.failures[rank] = (message["at_ns"], message["failed"])
+        return True
 
     def end(self, why: str = "it was closed") -> None:
         """End the ranks: by asking, then by signal. May be called often. Nothing of the job is left afterwards."""

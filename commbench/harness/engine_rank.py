@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import shutil
@@ -425,10 +426,22 @@ def _told(error: CommbenchError) -> Message:
 
 
 def serve(folder: Path) -> None:
-    """Meet the driver, set up, and answer until it says to end."""
+    """Meet the driver, set up, and answer until it says to end. What ends this rank in between is told first: peers end
+    with it, and only the moment says whose error was the cause."""
     rank = int(os.environ["RANK"])
     link = enter(folder)
     link.send({"hello": rank, "pid": os.getpid()})
+    try:
+        _answer_all(folder, rank, link)
+    except Exception as error:
+        name = "" if isinstance(error, CommbenchError) else f"{type(error).__name__}: "
+        text = name + (str(error).strip().partition("\n")[0] or "no word of why")
+        with contextlib.suppress(Gone):
+            link.send({"failed": text, "at_ns": time.monotonic_ns()})
+        raise
+
+
+def _answer_all(folder: Path, rank: int, link: Link) -> None:
     inbox = Inbox(link, folder)
     setup, _ = inbox.next()
     engine = EngineRank(link, inbox, setup)

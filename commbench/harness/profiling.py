@@ -145,7 +145,7 @@ class RankProfile:
         from torch import profiler
 
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = lambda part: trace_path(folder, launch, rank, part)
+        self._where = folder, launch, rank
         read = _read(options, folder / f"launch-{launch}.rank-{rank}.execution.json")
         self._scheduled = "schedule" in read
         self._then = read.pop("on_trace_ready", None)
@@ -156,7 +156,7 @@ class RankProfile:
             raise UsageError(f"start_profile: {str(error).splitlines()[0]}") from error
 
     def _ready(self, profile: Any) -> None:
-        path = self._path(len(self.files))
+        path = trace_path(*self._where, len(self.files))
         profile.export_chrome_trace(str(path))
         self.files.append(path)
         if self._then is not None:

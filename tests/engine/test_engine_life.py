@@ -117,6 +117,21 @@ def test_what_cannot_be_asked_for_is_named_before_anything_starts() -> None:
         assert children(os.getpid()) == before
 
 
+@pytest.mark.slow
+def test_the_groups_of_an_engine_work_at_once_and_are_measured() -> None:
+    each = [np.full(2, 10.0**rank) for rank in range(4)]
+    with Engine(tp=2, pp=2, device="cpu") as engine:
+        in_tp = [float(result[0]) for result in engine.all_reduce(each, group="tp")]
+        in_pp = [float(result[0]) for result in engine.all_reduce(each, group="pp")]
+        found = engine.measure(
+            collectives=["all_reduce"], dtypes=["float32"], sizes="64", group=["tp", "pp:0"], sync="barrier",
+            max_time_per_point="50ms",
+        )  # fmt: skip
+    assert in_tp == [11, 11, 1100, 1100]
+    assert in_pp == [101, 1010, 101, 1010]
+    assert {(row["group"], row["world_size"], row["wrong_count"]) for row in found} == {("tp", 2, 0), ("pp:0", 2, 0)}
+
+
 def run_script(text: str, **options: object) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
