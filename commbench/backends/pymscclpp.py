@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -68,7 +69,12 @@ class MscclppBackend(Backend):
         super().__init__(group)
         self._context = 0
         self._module: Any = None
-        self.max_bytes = min(together(group, self.name, self._check))
+        facts = together(group, self.name, self._check)
+        self.max_bytes = min(cap for cap, _ in facts)
+        hosts = [host for _, host in facts]
+        nodes = [set(hosts[first : first + NODE]) for first in range(0, len(hosts), NODE)]
+        if any(len(node) > 1 for node in nodes) or len(set(hosts)) != len(nodes):
+            raise BackendUnavailable(self.name, f"its kernels are for nodes of {NODE} GPUs in rank order", "use pynccl")
         first = group.rank == 0
         names = together(group, self.name, lambda: self._load().mscclpp_generate_unique_id() if first else None)
         self._memory: dict[str, torch.Tensor] = {}
@@ -101,8 +107,8 @@ class MscclppBackend(Backend):
 
     # ---- set-up -----------------------------------------------------------------------------------------------
 
-    def _check(self) -> int:
-        """This rank's cap, after what can be checked without the others."""
+    def _check(self) -> tuple[int, str]:
+        """(cap, host) of this rank, after what can be checked without the others."""
         group = self.group
         if group.world_size not in WORLD_SIZES:
             raise BackendUnavailable(
@@ -110,16 +116,14 @@ class MscclppBackend(Backend):
             )
         if list(group.ranks) != list(range(group.ranks[0], group.ranks[0] + group.world_size)):
             raise BackendUnavailable(self.name, "the group's ranks are not consecutive", "use pynccl")
-        if (group.world_size == NODE) != group.one_host:
-            raise BackendUnavailable(
-                self.name, f"its kernels are for {NODE} GPUs of a node, on one or two nodes", "use pynccl"
-            )
+        if group.world_size == NODE and not group.one_host:
+            raise BackendUnavailable(self.name, "nothing has proven that all ranks share one host", "use pynccl")
         if not hasattr(self._load(), "mscclpp_allreduce"):
             raise BackendUnavailable(
                 self.name, f"{self.provider_version()} has no mscclpp", "pip install 'sgl-kernel>=0.3.14,<0.4'"
             )
         devices.activate(group.device)
-        return bytes_from_environment(self.name, MAX_BYTES_VARIABLE, DEFAULT_MAX_BYTES)
+        return bytes_from_environment(self.name, MAX_BYTES_VARIABLE, DEFAULT_MAX_BYTES), socket.gethostname()
 
     def _load(self) -> Any:
         if self._module is None:

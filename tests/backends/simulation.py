@@ -532,20 +532,20 @@ def play_qr(world: World, provider: str) -> None:
 
 
 def play_mscclpp(world: World) -> None:
-    """A node of two GPUs: the launches and the packets are those of eight."""
+    """A node of as many GPUs as there are ranks: the launches and the packets are those of eight."""
     from commbench.backends import pymscclpp
 
-    pymscclpp.NODE, pymscclpp.WORLD_SIZES = 2, (2, 4)
+    pymscclpp.NODE, pymscclpp.WORLD_SIZES = world.size, (world.size,)
     record = world.record("sgl_kernel")
     state: dict[str, Any] = {"queued": None}
 
     def init(unique_id: torch.Tensor, rank: int, n: int, scratch: torch.Tensor, put: torch.Tensor, per_node: int,
              nodes: list[int], adapters: list[int], selection: int) -> int:  # fmt: skip
         assert unique_id.numel() == 128
-        assert (rank, n, per_node) == (world.rank, world.size, 2)
-        assert nodes == [r // 2 for r in range(n)]
+        assert (rank, n, per_node) == (world.rank, world.size, world.size)
+        assert nodes == [0] * n
         assert len(adapters) == n
-        assert selection == (1 if n == 2 else 2)
+        assert selection == 1
         state.update(scratch=scratch.numel(), queued=None)
         return 5
 
