@@ -33,7 +33,8 @@ from commbench.measure.offset import (
     correction,
     ping_pong,
 )
-from commbench.measure.team import CAPACITY, TEXT_BYTES, Objects, PageTeam, PointFailed, Team, checked_text
+from commbench.measure.settings import CAPACITY
+from commbench.measure.team import TEXT_BYTES, Objects, PageTeam, PointFailed, Team, checked_text
 from commbench.units import format_time
 
 HEADER = 16  # words of a meeting: who failed, and what is handed over
