@@ -1,4 +1,4 @@
-"""``./run_bench.sh gpu-check``: does everything work on this machine's GPUs? Three minutes at most, one file, one screen.
+"""``./run_bench.sh gpu-check``: does all work on this machine's GPUs? Three minutes at most, one file, one screen.
 
 The doctor's findings; results of every available backend, eager and in graphs; a short sweep of those that were right.
 On one GPU two ranks share it, where the libraries allow that; such times are marked and mean nothing beside others.
@@ -238,7 +238,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Check, write the JSON document, print the summary; the exit status."""
     from commbench.store.run import write_json
 
-    parser = argparse.ArgumentParser(prog="run_bench.sh gpu-check", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="run_bench.sh gpu-check", description="Check every backend on this machine's GPUs."
+    )
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder for everything (default: reports)")
     parser.add_argument("--json", type=Path, help="the document (default: gpu-check.json in that folder)")
     given = parser.parse_args(argv)

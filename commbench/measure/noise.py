@@ -13,8 +13,13 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
+
+from commbench.measure import gpu_noise
+from commbench.measure.gpu_noise import GpuState, ReadGpu
 
 # The marking rule. Beyond these a number says something about the moment, not about the library:
 # The p99 is reported, so a disturbance of 1 % of the time or of the iterations already shows in it.
@@ -64,6 +69,7 @@ class Snapshot:
     psi_io_s: float | None = None
     throttled_s: float | None = None
     frequency_hz: float | None = None
+    gpu: GpuState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,8 @@ class Noise:
     psi_io_share: float | None = None
     throttled_share: float | None = None
     frequency_change: float | None = None  # (after - before) / before
+    sm_clock_change: float | None = None  # the same of the rank's GPU
+    gpu_throttle: int | None = None  # bits of gpu_noise.REASONS that held before or after
 
 
 class NoiseMeter:
@@ -103,7 +111,9 @@ class NoiseMeter:
         sys: Path = Path("/sys"),
         clock: Callable[[], float] = time.monotonic,
         cpus: frozenset[int] | None = None,
+        gpu: ReadGpu | None = None,
     ) -> None:
+        self._gpu = gpu
         if cpus is None:
             affinity = getattr(os, "sched_getaffinity", None)
             cpus = frozenset(affinity(0)) if affinity else frozenset(range(os.cpu_count() or 1))
@@ -155,6 +165,7 @@ class NoiseMeter:
             psi_io_s=self._read_pressure("io"),
             throttled_s=self._read_throttled(),
             frequency_hz=self._read_frequency(),
+            gpu=None if self._gpu is None else self._gpu(),
         )
 
     def _open(self, path: Path) -> int | None:
@@ -243,6 +254,12 @@ def between(before: Snapshot, after: Snapshot) -> Noise:
     change = None
     if before.frequency_hz and after.frequency_hz:
         change = (after.frequency_hz - before.frequency_hz) / before.frequency_hz
+    sm_change = throttle = None
+    if before.gpu and after.gpu:
+        throttle = before.gpu.throttle | after.gpu.throttle
+        # a GPU that was idle had its clock down; that it went up is no disturbance
+        if before.gpu.sm_clock_hz and not (before.gpu.throttle | after.gpu.throttle) & gpu_noise.IDLE:
+            sm_change = after.gpu.sm_clock_hz / before.gpu.sm_clock_hz - 1
     own = after.process_cpu_s - before.process_cpu_s
     return Noise(
         duration_s=duration,
@@ -260,6 +277,8 @@ def between(before: Snapshot, after: Snapshot) -> Noise:
         psi_io_share=share("psi_io_s"),
         throttled_share=share("throttled_s"),
         frequency_change=change,
+        sm_clock_change=sm_change,
+        gpu_throttle=throttle,
     )
 
 
@@ -315,6 +334,10 @@ def marks(by_rank: Sequence[Noise], iterations: int) -> list[str]:
     judge("throttled_share", THROTTLED_SHARE, "a CPU quota stopped the ranks for {:.1%} of the time")
     judge("psi_memory_share", PSI_MEMORY_SHARE, "tasks waited for memory for {:.1%} of the time (PSI)")
     judge("frequency_change", FREQUENCY_CHANGE, "the CPU frequency changed by {:+.1%}")
+    judge("sm_clock_change", FREQUENCY_CHANGE, "a GPU's SM clock changed by {:+.1%}")
+    held_down = gpu_noise.reasons_of(_throttle(by_rank))
+    if held_down:
+        found.append(f"a GPU's clock was held down: {', '.join(held_down)}")
     other = other_cpu_share(by_rank)
     if other is not None and other > _other_threshold(by_rank):
         found.append(f"other processes used {other:.1%} of the CPU time")
@@ -332,11 +355,18 @@ def record(by_rank: Sequence[Noise], iterations: int) -> dict[str, Any]:
     It holds the worst of each counter over the ranks, other_cpu_share, crowded and ``marks``. A counter that
     this machine does not offer is left out. Raises ValueError if ``by_rank`` is empty.
     """
-    names = [f.name for f in fields(Noise) if f.name not in ("place", "cpus", "busy_s", "own_cpu_s")]
+    names = [f.name for f in fields(Noise) if f.name not in ("place", "cpus", "busy_s", "own_cpu_s", "gpu_throttle")]
     values: dict[str, Any] = {name: _worst(by_rank, name) for name in names}
     values["other_cpu_share"] = other_cpu_share(by_rank)
+    if any(n.gpu_throttle is not None for n in by_rank):
+        values["gpu_throttle"] = gpu_noise.reasons_of(_throttle(by_rank))
     kept = {n: round(v, 6) if isinstance(v, float) else v for n, v in values.items() if v is not None}
     return kept | {"crowded": crowded(by_rank), "marks": marks(by_rank, iterations)}
+
+
+def _throttle(noises: Sequence[Noise]) -> int:
+    """All reasons that held anywhere."""
+    return reduce(or_, (n.gpu_throttle or 0 for n in noises), 0)
 
 
 def _worst(by_rank: Sequence[Noise], name: str) -> float | None:
@@ -375,7 +405,10 @@ def combine(blocks: Sequence[Noise]) -> Noise:
             return max(values)
         return sum(v * b.duration_s for v, b in zip(values, blocks, strict=True)) / duration
 
-    changes = [b.frequency_change for b in blocks]
+    def largest(name: str) -> float | None:
+        changes = [getattr(b, name) for b in blocks]
+        return None if None in changes else max(changes, key=abs)
+
     shares = [f.name for f in fields(Noise) if f.name.endswith("_share")]
     return Noise(
         duration_s=duration,
@@ -385,7 +418,9 @@ def combine(blocks: Sequence[Noise]) -> Noise:
         busy_s=added("busy_s"),
         steal_s=added("steal_s"),
         involuntary_switches=added("involuntary_switches"),
-        frequency_change=None if None in changes else max((c for c in changes if c is not None), key=abs),
+        frequency_change=largest("frequency_change"),
+        sm_clock_change=largest("sm_clock_change"),
+        gpu_throttle=None if all(b.gpu_throttle is None for b in blocks) else _throttle(blocks),
         **{name: weighted(name) for name in shares},
     )
 

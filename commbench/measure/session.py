@@ -19,6 +19,7 @@ from commbench.measure import noise as noise_module
 from commbench.measure.buffers import copies_for
 from commbench.measure.device import Device
 from commbench.measure.eager_gpu import event_facts
+from commbench.measure.gpu_noise import reader as gpu_reader
 from commbench.measure.host import VISIT_S, HostTiming, Keep
 from commbench.measure.loop import Call
 from commbench.measure.numerics import CALLS, examine
@@ -91,7 +92,8 @@ class Meter:
             self._graph = GraphTiming(self._device, team, settings, events, **common)
             identities = team.gather_texts(self._device.identity)
             self.shared_device = len(set(identities)) < len(identities)
-        self._noise = noise_module.NoiseMeter()
+        gpu = None if self._device is None else gpu_reader(self._device.identity.rpartition(" ")[2])
+        self._noise = noise_module.NoiseMeter(gpu=gpu)
         self._rng = np.random.default_rng(settings.seed)
 
     # ---- the launch ---------------------------------------------------------------------------------------
