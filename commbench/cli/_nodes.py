@@ -13,29 +13,44 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from commbench.errors import SpecError
+from commbench.errors import CommbenchError, LaunchError, SpecError
 
 if TYPE_CHECKING:
+    from commbench.harness.external import Inside
+    from commbench.harness.launchers import Program
     from commbench.harness.nodes import Head
+    from commbench.harness.preflight import Finding
+    from commbench.measure.settings import Settings
     from commbench.store.run import Plan
-    from commbench.sweep import SweepSpec
+    from commbench.sweep import Expansion, SweepSpec
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 # What launchers say of a node's number, where the user does not.
 _RANK_VARIABLES = ("SLURM_NODEID", "GROUP_RANK", "NODE_RANK")
 
 
-def options(command: Command) -> Command:
-    """``--nnodes`` and what goes with it. ``take`` removes all but nnodes and bind from the flags."""
+def where_options(command: Command) -> Command:
+    """``--nnodes`` and where the hosts meet."""
     for option in reversed(
         (
             click.option("--nnodes", type=int, help="Hosts, each with a command of its own. [default: 1]"),
-            click.option("--nproc-per-node", type=int, help="Ranks of each host. [default: all ranks / hosts]"),
             click.option("--node-rank", type=int, help="This host's number; number 0 writes the results. "
                          "[default: SLURM_NODEID, GROUP_RANK or NODE_RANK]"),
             click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where all meet: an address of host 0. "
                          "[default: MASTER_ADDR and MASTER_PORT]"),
             click.option("--join-timeout", metavar="TIME", help="For all hosts to come. [default: 5m]"),
+        )
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def options(command: Command) -> Command:
+    """The same, and how ranks are spread and bound. ``take`` removes all but nnodes and bind from the flags."""
+    for option in reversed(
+        (
+            where_options,
+            click.option("--nproc-per-node", type=int, help="Ranks of each host. [default: all ranks / hosts]"),
             click.option("--bind", help="Bind each rank to a core, a numa node, or none. [default: what the launcher "
                          "does: torchrun nothing, mpirun a core each]"),
         )
@@ -100,7 +115,7 @@ def take(flags: dict[str, Any]) -> Place:
     return Place(
         flags.pop("node_rank"),
         flags.pop("rdzv_endpoint") or "",
-        flags.pop("nproc_per_node"),
+        flags.pop("nproc_per_node", None),
         JOIN_S if join is None else parse_duration(join),
     )
 
@@ -140,6 +155,92 @@ def follow(place: Place, spec: SweepSpec, plan: Plan, out: Path | None) -> int:
         code, text = follow_node(host, port, facts, spec.nnodes, program_of(spec), run_part, _say, place.join_s)
     click.echo(f"node 0 has ended{f': {text}' if text else ''}", err=True)
     return code
+
+
+def preflight(place: Place, count: int) -> tuple[int, list[Finding]]:
+    """Compare the hosts and time the links between them, with a command on each. Gives the exit code, 1 where they
+    cannot run one sweep, and on host 0 what was found."""
+    from commbench.harness.launchers import Program
+    from commbench.harness.nodes import Head
+    from commbench.harness.nodes import follow as follow_node
+    from commbench.harness.preflight import PROBLEM, facts_here, judge
+
+    if count == 1:
+        return 0, judge([facts_here(0)], [])
+    rank, host, port = place.among(count)
+    if rank:
+        code, text = follow_node(host, port, facts_here(rank), count, Program(), _nothing_to_run, _say, place.join_s)
+        click.echo(f"node 0 has ended{f': {text}' if text else ''}", err=True)
+        return code, []
+    head = Head(host, port, count, facts_here(0), _say)
+    code, text = 1, "it could not look at the nodes"
+    head.open()
+    try:
+        head.gather(place.join_s)
+        findings = head.examine()
+        code, text = int(any(f.severity == PROBLEM for f in findings)), "; ".join(f.text for f in findings)
+    except LaunchError as error:
+        text = str(error)
+        raise
+    finally:
+        head.finish(code, text)
+    return code, findings
+
+
+def _nothing_to_run(launch: int, program: Program) -> str:
+    return "this command only looks at the nodes; start `commbench sweep` on every host"
+
+
+def inside(flags: dict[str, Any], known: Mapping[str, Any]) -> Inside | None:
+    """The job that this process is a rank of, where the launcher is ``external``; its ranks are then all in one group
+    unless somebody says otherwise. Raises SpecError where it is no rank."""
+    if (flags.get("launcher") or known.get("launcher")) != "external":
+        return None
+    from commbench.harness.external import find_inside
+
+    found = find_inside(os.environ)
+    if flags.get("tp") is None and "tp" not in known:
+        flags["tp"] = found.job.size // max(1, flags.get("pp") or 1)
+    return found
+
+
+def check_inside(spec: SweepSpec, inside: Inside | None) -> None:
+    """Raise SpecError where a spec cannot be measured inside this job."""
+    if inside is None:
+        return
+    if spec.ranks != inside.job.size:
+        raise SpecError(
+            f"--launcher external: {inside.by} started {inside.job.size} ranks, but tp × pp is {spec.ranks}"
+        )
+    if spec.launches != 1:
+        raise SpecError(
+            f"--launches {spec.launches}: launches are fresh processes, and {inside.by} starts these once; leave "
+            "--launches away and start the whole command again for another run"
+        )
+    if spec.nnodes != 1:
+        raise SpecError(f"--nnodes {spec.nnodes}: {inside.by} knows the hosts; leave it away with --launcher external")
+
+
+def run_inside(
+    inside: Inside, spec: SweepSpec, expansion: Expansion, settings: Settings, out: Path
+) -> CommbenchError | None:
+    """Be a rank of the job to its end. Rank 0 writes the run; gives why the job could not go on, where it could not."""
+    from commbench.harness import external
+    from commbench.harness.run import close_run, new_manifest
+    from commbench.store.run import Plan, check_writable
+
+    plan = Plan(expansion.points, settings.to_dict())
+    if inside.job.rank:
+        external.run_inside(inside, plan, spec.bind, out, {})
+        return None
+    check_writable(out)
+    failed: CommbenchError | None = None
+    try:
+        external.run_inside(inside, plan, spec.bind, out, new_manifest(spec, expansion, settings, out))
+    except LaunchError as error:
+        failed = error
+    close_run(out, "complete" if failed is None else "failed")
+    return failed
 
 
 def _say(text: str) -> None:

@@ -7,9 +7,11 @@ import os
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from commbench.cli import _nodes
 
 if TYPE_CHECKING:
     from commbench.harness.doctor import Note
@@ -21,13 +23,21 @@ _WIDTH = 110
 @click.command(short_help="Say what is available here, what is not, and what to do.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="For results.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(out: Path, as_json: bool) -> None:
+@click.option("--preflight", is_flag=True, help="Compare several hosts, and time the links between them, before a "
+              "sweep on them: the same command on each, with the options below.")  # fmt: skip
+@_nodes.where_options
+def command(out: Path, as_json: bool, preflight: bool, **flags: Any) -> None:
     """Say what is available on this machine, why the rest is not, and what to do about it.
 
     ✓ works, · is not here, – is a setting that matters, ! will not work or will mislead, ✗ stops the main job.
 
     Exit code 1 where a sweep cannot run at all. Nothing is changed and no variable of yours is overridden.
     """
+    place, count = _nodes.take(flags), flags["nnodes"] or 1
+    if preflight:
+        click.get_current_context().exit(_preflight(place, count, as_json))
+    if count > 1:
+        raise click.UsageError(f"--nnodes {count}: hosts are compared with --preflight")
     from commbench.harness.doctor import can_run, diagnose, look
 
     notes = diagnose(look(out), os.environ)
@@ -36,6 +46,16 @@ def command(out: Path, as_json: bool) -> None:
     else:
         click.echo("\n".join(_lines(notes)))
     click.get_current_context().exit(0 if can_run(notes) else 1)
+
+
+def _preflight(place: _nodes.Place, count: int, as_json: bool) -> int:
+    code, findings = _nodes.preflight(place, count)
+    if as_json and findings:
+        click.echo(json.dumps({"can_run": code == 0, "findings": [asdict(f) for f in findings]}, indent=2))
+    else:
+        for finding in findings:
+            click.echo("\n".join(_wrapped(f"{_MARKS[finding.severity]} ", finding.text, 2)))
+    return code
 
 
 def _lines(notes: list[Note]) -> list[str]:

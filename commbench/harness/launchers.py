@@ -77,10 +77,12 @@ class Program:
 def launch_command(directory: Path, launch: int, ranks: int, program: Program | None = None) -> list[str]:
     """The job of one launch, of ``ranks`` ranks on all hosts together; of several hosts, this one's part.
 
-    On one host torchrun's rendezvous listens on loopback only, at a port of its own. Raises SpecError when mpirun is
-    to start it and there is none.
+    On one host torchrun's rendezvous listens on loopback only, at a port of its own. Where the user's own launcher runs
+    this command in each rank, there is no other. Raises SpecError when mpirun is to start it and there is none.
     """
     program = program or Program()
+    if program.launcher == "external":
+        return list(sys.argv)
     if program.launcher == "mpirun":
         found = mpi.find_mpirun()
         options = mpi.options_of(found, ranks, _cores(), program.mpirun_options, program.bind)

@@ -69,9 +69,13 @@ class Connection:
             self._closed = self._closed or (error.strerror or str(error))
 
     def receive(self, timeout_s: float) -> Message | None:
-        """The next message; None when none came in time."""
-        with contextlib.suppress(queue.Empty):
-            return self._messages.get(timeout=timeout_s)
+        """The next message; None when none came in time, or none can come any more."""
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                return self._messages.get(timeout=min(left, _POLL_S))
+            if self._closed:
+                return self.waiting()
         return None
 
     def waiting(self) -> Message | None:
@@ -141,7 +145,7 @@ def nearest_cause(here: str, others: Sequence[str]) -> str:
 
 @dataclass(slots=True)
 class _Member:
-    """A node other than 0, as node 0 sees it. token: what it shows when it comes back."""
+    """A node other than 0, as node 0 sees it. token: its own random word, by which it is known when it comes back."""
 
     facts: NodeFacts
     connection: Connection
@@ -216,11 +220,10 @@ class Head:
                 before = self._members.get(facts.node)
                 if before is not None and before.token != token:
                     raise ValueError(f"there is a node of --node-rank {facts.node} already, on {before.facts.host}")
-                if before is None and token:
+                if before is None and hello.get("again"):
                     raise ValueError("it is of another run")
-                fresh = secrets.token_hex(16)
-                connection.send(do="welcome", token=fresh)
-                self._members[facts.node] = _Member(facts, connection, fresh)
+                connection.send(do="welcome")
+                self._members[facts.node] = _Member(facts, connection, token)
         except (KeyError, TypeError, ValueError) as error:
             connection.send(do="refuse", why=str(error))
             time.sleep(0.2)  # for the words to arrive before the end does
@@ -438,7 +441,8 @@ def follow(
 
     Raises LaunchError where node 0 cannot be reached in time or is lost for good, SpecError where it refuses this node.
     """
-    connection, token = _join(host, port, facts, count, "", join_s)
+    token = secrets.token_hex(16)
+    connection = _join(host, port, facts, count, token, join_s, again=False)
     say(f"{facts.name} of {count} joined {host}:{port}; node 0 writes the results")
     try:
         while True:
@@ -446,7 +450,7 @@ def follow(
             if message is None and connection.lost:
                 say(f"node 0 was lost ({connection.lost}); trying to come back for {REJOIN_S:.0f} s")
                 connection.close()
-                connection, token = _join(host, port, facts, count, token, REJOIN_S)
+                connection = _join(host, port, facts, count, token, REJOIN_S, again=True)
                 say("back")
             if message is None:
                 continue
@@ -465,7 +469,9 @@ def follow(
         connection.close()
 
 
-def _join(host: str, port: int, facts: NodeFacts, count: int, token: str, within_s: float) -> tuple[Connection, str]:
+def _join(
+    host: str, port: int, facts: NodeFacts, count: int, token: str, within_s: float, *, again: bool
+) -> Connection:
     deadline = time.monotonic() + within_s
     why = ""
     while True:
@@ -475,20 +481,19 @@ def _join(host: str, port: int, facts: NodeFacts, count: int, token: str, within
             why = error.strerror or str(error)
         else:
             connection = Connection(link)
-            hello = facts.to_dict()
-            connection.send(facts=hello, count=count, time_s=time.time(), token=token)
+            connection.send(facts=facts.to_dict(), count=count, time_s=time.time(), token=token, again=again)
             answer = connection.receive(10.0)
             if answer is not None and answer.get("do") == "welcome":
-                return connection, str(answer["token"])
+                return connection
             connection.close()
             if answer is not None and answer.get("do") == "refuse":
                 raise SpecError(f"node 0 at {host}:{port} refuses {facts.name}: {answer.get('why')}")
             why = connection.lost or "it said nothing"
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"{facts.name} could not {'come back to' if token else 'join'} node 0 at {host}:{port} within "
+                f"{facts.name} could not {'come back to' if again else 'join'} node 0 at {host}:{port} within "
                 f"{within_s:.0f} s: {why}"
-                + ("" if token else ". Start node 0's command there, with --node-rank 0 and the same --rdzv-endpoint")
+                + ("" if again else ". Start node 0's command there, with --node-rank 0 and the same --rdzv-endpoint")
             )
         time.sleep(0.3)
 

@@ -105,6 +105,10 @@ def judge(nodes: Sequence[NodeFacts], links: Sequence[LinkFacts]) -> list[Findin
     if found:
         return found
     good = [x for x in links if not x.error]
+    if len(nodes) == 1:
+        versions = ", ".join(f"{k} {v}" for k, v in nodes[0].versions.items() if v)
+        devices = f"{len(nodes[0].devices)} GPUs" if nodes[0].devices else "no GPU"
+        return [Finding(OK, f"one node ({nodes[0].host}): {versions}, {nodes[0].cores} cores, {devices}")]
     text = f"{len(nodes)} nodes have the same versions and devices"
     if good:
         slowest = max(x.latency_s for x in good)

@@ -17,7 +17,7 @@ import psutil
 from commbench import __version__
 from commbench.errors import LaunchError, SpecError, StoreError, UsageError
 from commbench.harness import binding
-from commbench.harness.fingerprint import fingerprint
+from commbench.harness.fingerprint import fingerprint, redact
 from commbench.harness.launch import NOTHING_AGAIN, Again, Event, run_launch
 from commbench.harness.launchers import Nodes, OtherHosts, Program, launch_command
 from commbench.harness.mpirun import binds, find_mpirun
@@ -101,6 +101,11 @@ def prepare(spec: SweepSpec, ranks_here: int | None = None) -> tuple[Expansion, 
     binding.check(spec.bind, spec.ranks_per_node if ranks_here is None else ranks_here)
     if spec.launcher == "mpirun":
         find_mpirun()
+        if redact("", spec.mpirun_options) != spec.mpirun_options:
+            raise SpecError(
+                "--mpirun-options hold what looks like a secret, and a run records its options: set the variable in "
+                "the environment and name it only, such as -x NAME"
+            )
         if spec.bind and binds(spec.mpirun_options):
             raise SpecError(f"--bind {spec.bind} and --mpirun-options both say how ranks are bound; give one of them")
     elif spec.mpirun_options:
@@ -180,7 +185,7 @@ def new_manifest(
     return {
         "run_id": out.name,
         "commbench": __version__,
-        "argv": ["commbench", *(list(argv) or sys.argv)[1:]],
+        "argv": ["commbench", *(redact("", word) for word in (list(argv) or sys.argv)[1:])],
         "started_s": time.time(),
         "outcome": "running",
         "spec": spec.model_dump(),
