@@ -105,6 +105,7 @@ class Launch:
     stopped: tuple[int | None, str] | None = None  # the rank that stopped first, and what tells; after a hang
     report: Path | None = None  # where the stacks are
     out_of_memory: bool = False
+    code: int | None = None  # the launcher's exit status
     _logs_from: dict[Path, int] = field(default_factory=dict)  # sizes of the logs when this job began
     elsewhere: str = ""  # why the job failed on another host, where it did
 
@@ -165,6 +166,7 @@ class Launch:
                     on_event(event)
                 self.pulses = page.pulses(iterations=False)
                 if code is not None:
+                    self.code = code
                     return code
                 now = time.monotonic()
                 trouble = dog.look(self.pulses, now, state_of)
@@ -210,6 +212,8 @@ class Launch:
             case "canaries":
                 names = set(event) - {"event", "launch", "time_s", "when"}
                 self.canaries[event["when"]] = {name: event[name] for name in sorted(names)}
+            case "clocks":
+                self.ready["clocks_end"] = {k: v for k, v in event.items() if k not in ("event", "launch", "time_s")}
             case "point":
                 self.finished += 1
             case "done":
@@ -254,7 +258,7 @@ class Launch:
     @property
     def launcher_killed(self) -> bool:
         """Whether the launcher itself was killed, and nothing that its ranks did was the reason."""
-        return self.trouble is None and not self._errors
+        return self.trouble is None and not self._errors and self.code is not None and self.code < 0
 
     @property
     def store_lost(self) -> str:
@@ -300,6 +304,8 @@ class Launch:
             if self.report is not None:
                 parts.append(f"stacks: {schema.LOGS_DIR}/{self.report.name}")
             return "; ".join(parts)
+        if self.launcher_killed and self.code is not None:
+            return f"{self.program.launcher} was killed by {signal.Signals(-self.code).name}"
         told = _text(self._log, self._logs_from)
         if self.program.launcher == "mpirun":
             cause, killed = mpi.cause(told), mpi.killed_process(told)
@@ -459,9 +465,7 @@ def run_launch(
                 raise LaunchError(
                     f"launch {index}: {why}; {left} points have no result: sweep --resume goes on with them"
                 )
-            blamed = (
-                None if code < 0 and launch.launcher_killed else _blame(directory, index, points, launch, why, work)
-            )
+            blamed = None if launch.launcher_killed else _blame(directory, index, points, launch, why, work)
             if blamed is not None:
                 record["ended_by"].append(blamed)
                 deaths = 1

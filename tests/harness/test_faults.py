@@ -199,7 +199,7 @@ def test_a_point_that_ended_two_jobs_is_not_tried_a_third_time(tmp_path: Path) -
 
 # ---- faults of what starts and watches -----------------------------------------------------------------------------
 
-MANY = {"sizes": "8:16KiB:x2", "collectives": "all_reduce,broadcast", "max_time_per_point": 0.3, "point_timeout": 20}
+MANY = {"sizes": "8:16KiB:x2", "collectives": "all_reduce,broadcast", "max_time_per_point": 0.15, "point_timeout": 20}
 
 
 def test_no_rank_outlives_a_supervisor_that_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:

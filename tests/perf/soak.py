@@ -24,16 +24,19 @@ from commbench.harness.stacks import process_state
 from commbench.store.run import Run, open_run
 from tests.harness.faults import Sweep
 
+SPEC_TIMEOUT_S = 4.0
 SPEC = {
-    "backends": "fake,torch_dist,shm", "sizes": "64:16KiB:x16", "dtypes": "float32,bfloat16",
-    "collectives": "all_reduce,all_gather,broadcast,reduce_scatter", "max_time_per_point": 0.2, "point_timeout": 4.0,
+    "backends": "fake,torch_dist,shm", "sizes": "64,4KiB", "dtypes": "float32",
+    "collectives": "all_reduce,all_gather,broadcast,reduce_scatter", "max_time_per_point": 0.2,
+    "point_timeout": SPEC_TIMEOUT_S,
     "launches": 2,
 }  # fmt: skip
 SCRIPT = {
     "hang": {"rank": 1, "collective": "broadcast", "call": 40},
     "segv": {"rank": 0, "collective": "all_gather", "call": 60},
 }
-EVERY_S = (2.0, 7.0)  # between faults
+EVERY_S = (0.5, 5.0)  # of measuring, between faults
+EARLY = 0.1  # of the faults come while ranks start
 AT_RANKS = {
     "SIGKILL of a rank": signal.SIGKILL,
     "SIGSEGV of a rank": signal.SIGSEGV,
@@ -82,17 +85,26 @@ class Soak:
     def disturb(self, sweep: Sweep) -> None:
         """Faults at this command until it ends."""
         assert sweep.process is not None
-        due = time.monotonic() + self.rng.uniform(*EVERY_S)
+        early, wait = self.rng.random() < EARLY, self.rng.uniform(*EVERY_S)
+        due = time.monotonic() + wait
         while sweep.process.poll() is None:
             time.sleep(0.1)
-            if due <= time.monotonic() < self.until:
+            if not (early or self.measuring(sweep)):
+                due = time.monotonic() + wait
+            elif due <= time.monotonic() < self.until:
                 self.fault(sweep)
-                due = time.monotonic() + self.rng.uniform(*EVERY_S)
+                early, wait = self.rng.random() < EARLY, self.rng.uniform(*EVERY_S)
+                due = time.monotonic() + wait
         sweep.process.communicate()
         try:
             sweep.nothing_is_left(within_s=10)
         except AssertionError as error:
             self.left.append(str(error))
+
+    def measuring(self, sweep: Sweep) -> bool:
+        """Whether rank 0 has told something just now."""
+        told = sweep.directory / "progress.jsonl"
+        return told.exists() and time.time() - told.stat().st_mtime < 1.0
 
     def fault(self, sweep: Sweep) -> None:
         with contextlib.suppress(psutil.NoSuchProcess, AssertionError):  # what would be hit has just ended
