@@ -29,6 +29,7 @@ _LIBRARIES = r"(libc\.|libpthread|libpython|_shm|libffi|nccl|rccl|libmpi|libucp|
 # Where a rank that waits for others stands: our barriers and gates, and what carries a collective.
 _WAITING = (
     "measure/team.py",
+    "measure/team_hosts.py",
     "measure/gate.py",
     "measure/host.py",
     "measure/loop.py",

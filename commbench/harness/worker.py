@@ -262,6 +262,11 @@ def main(directory: Path, launch: int, heartbeat: Heartbeat | None, watch: Watch
     canaries = canary.take(team)
     if recorder is not None:
         recorder.tell("canaries", when="end", **canaries)
+    if not group.one_host:  # the offsets as they were known by the end, with what the line through them leaves
+        clocks = team.compare_clocks()
+        if recorder is not None:
+            recorder.tell("clocks", **clocks.to_dict())
+    if recorder is not None:
         recorder.tell("done")
     team.barrier()
     for place in places.values():
