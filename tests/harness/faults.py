@@ -47,7 +47,7 @@ class Sweep:
     script: dict[str, Any] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
     before: str = ""  # shell commands inside the namespaces, where they can be made
-    read_only: bool = False  # nothing can be removed from its folder
+    may_be_half_written: bool = False  # a command was killed, or could remove nothing: going on with the run does
     process: subprocess.Popen[str] | None = None
     ranks: list[psutil.Process] = field(default_factory=list)
 
@@ -128,7 +128,7 @@ class Sweep:
         assert not _processes_of(self.directory)
         left = [str(p) for p in self.temporary.rglob("*")]
         assert not left, left
-        if self.directory.is_dir() and not self.read_only:
+        if self.directory.is_dir() and not self.may_be_half_written:
             hidden = [str(p) for p in self.directory.rglob(".*")]
             assert not hidden, hidden
         shm = self.folder / "shm"
@@ -140,7 +140,7 @@ class Sweep:
 
     def resumed(self) -> dict[str, dict[str, Any]]:
         """The rows after going on without faults: every point must have one then."""
-        self.script, self.before, self.read_only = {}, "", False
+        self.script, self.before, self.may_be_half_written = {}, "", False
         code, stderr = self.run("--resume")
         assert code == 0, stderr
         run = open_run(self.directory)

@@ -342,7 +342,7 @@ def _run_inside(sweep: Sweep, small: Path, spec: dict[str, Any], after_a_point: 
 def test_a_folder_that_cannot_be_written_midway_keeps_finished_points_and_is_named(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    sweep = Sweep(tmp_path, before="true", read_only=True)
+    sweep = Sweep(tmp_path, before="true", may_be_half_written=True)
     close = f"mount --bind -o ro {small} {small} && mount -o bind,remount,ro {small}"
     code, stderr = _run_inside(sweep, small, MANY, after_a_point=close)
     assert code == 2, stderr
