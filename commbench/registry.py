@@ -39,9 +39,6 @@ HARDWARE_PROVEN: frozenset[str] = frozenset({"shm", "shm_oneshot", "shm_twoshot"
 # Where custom all-reduce's kernels come from (``ca``); the first that is installed, unless one is asked for.
 CA_PROVIDERS: tuple[str, ...] = ("sgl_kernel", "vllm", "flashinfer")
 
-# Those whose results can be rounded more coarsely than the dtype: they compare with exact ones only under a mark.
-QUANTISED: frozenset[str] = frozenset({"qr"})
-
 
 def check_backend(name: str) -> str:
     """The name itself, if it is registered. Raises UnknownName."""

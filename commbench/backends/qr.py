@@ -94,11 +94,6 @@ def choose_level(provider: str) -> str:
     return level
 
 
-def quantises() -> bool:
-    """Whether results are rounded more coarsely than their dtype: by the level, or by bfloat16 run as float16."""
-    return os.environ.get(LEVEL_VARIABLE, "").upper() not in ("", "NONE", EXACT_LEVEL)
-
-
 class QuickReduceBackend(Backend):
     """See the module's text."""
 
@@ -123,6 +118,7 @@ class QuickReduceBackend(Backend):
             raise
         self.max_bytes = cap or self._functions.max_size()
         self._level = LEVELS[provider][self.level]
+        self.quantised = "" if self.level == EXACT_LEVEL else self.level.lower()
         self._all_reduce = self._functions.all_reduce
         self.provider = f"{provider} quick all-reduce {self.level}"
 

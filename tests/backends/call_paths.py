@@ -106,6 +106,7 @@ def whole_path(rank: int, size: int, case: str) -> dict[str, Any]:
     world, process_group = start(rank, size, case)
     group = coordinator(process_group, backend)
     seen: dict[str, Any] = {"setup": list(world.calls), "provider": group.provider(backend), "wrong": []}
+    seen["quantised"] = group.backend(backend).quantised
 
     def expect(what: str, tensor: torch.Tensor, seed: int) -> None:
         if not torch.equal(tensor, right(size, seed, tensor.dtype, tensor.numel())):

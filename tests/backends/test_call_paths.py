@@ -29,6 +29,7 @@ def test_the_provider_is_told_with_its_choice_of_kernel(path: Any) -> None:
     word = {"symm_mem": "two-shot", "symm_mem_multimem": "multimem", "symm_mem_oneshot": "one-shot",
             "pynccl": "NCCL 2.32.3", "qr-aiter": "aiter quick all-reduce INT6"}.get(case, "")  # fmt: skip
     assert all(word in seen["provider"] and seen["provider"] for seen in ranks)
+    assert all(seen["quantised"] == ("int6" if case.startswith("qr-") else "") for seen in ranks)
 
 
 def test_a_capture_that_fails_on_one_rank_restores_the_state_and_is_known_to_all_who_registered(path: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from commbench.backends import ca, pynccl, qr
 from commbench.errors import BackendUnavailable
 from commbench.registry import BACKENDS, CA_PROVIDERS, HARDWARE_PROVEN
+from commbench.types import QUANTISED
 from tests.backends.record_signatures import SOURCES, c_functions, find_wheel, load, python_functions, read_wheel
 from tests.backends.simulation import is_c_type
 
@@ -69,6 +70,8 @@ def test_what_has_run_on_hardware_is_a_subset_of_what_is_registered_and_provider
 
 
 def test_the_quick_all_reduce_levels_of_a_provider_are_checked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    coarse = {level.lower() for levels in qr.LEVELS.values() for level in levels if level != qr.EXACT_LEVEL}
+    assert coarse == set(QUANTISED)
     monkeypatch.setenv(qr.LEVEL_VARIABLE, "INT8")
     assert qr.choose_level("sgl_kernel") == "INT8"
     with pytest.raises(BackendUnavailable, match="aiter has no such level; choose one of FP, FP8, INT6, INT4"):
