@@ -10,7 +10,7 @@ import importlib
 import sys
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from commbench.harness.sockets import listen_on
 

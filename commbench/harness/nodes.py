@@ -174,6 +174,7 @@ class Head:
     links: list[LinkFacts] = field(default_factory=list)
     _members: dict[int, _Member] = field(default_factory=dict)
     _listener: socket.socket | None = None
+    _accepting: threading.Thread | None = None
     _change: threading.Lock = field(default_factory=threading.Lock)
     _jobs: int = 0
 
@@ -188,7 +189,8 @@ class Head:
                 f"--rdzv-endpoint {self.host}:{self.port}: {self.host} is no address of this host, which is node 0; "
                 "name one that the other nodes reach"
             )
-        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, args=(self._listener,), daemon=True)
+        self._accepting.start()
 
     @property
     def address(self) -> str:
@@ -360,7 +362,12 @@ class Head:
             time.sleep(0.02)
         for member in self._members.values():
             member.connection.close()
-        if self._listener is not None:
+        if self._listener is not None and self._accepting is not None:
+            with contextlib.suppress(
+                OSError
+            ):  # closing alone would leave the other thread in accept, and the port open
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._accepting.join(5.0)
             self._listener.close()
 
 

@@ -102,6 +102,10 @@ def test_two_hosts_with_clocks_an_hour_apart_measure_one_sweep(tmp_path: Path) -
     # both read this machine's clock, so the namespace's offset is the truth
     assert abs(second["offset_ns"] - 3600e9) <= second["error_s"] * 1e9
     assert second["line"]["residuals_s"]
+    last = launch["clocks_end"]["across_hosts"][1]
+    assert launch["clocks_end"]["ok"]
+    assert last["at_ns"] > second["at_ns"], "compared again while the launch went on"
+    assert abs(last["offset_ns"] - 3600e9) <= last["error_s"] * 1e9
     samples = out / "samples" / "launch-0.parquet"
     import pyarrow.parquet as pq
 
@@ -109,6 +113,19 @@ def test_two_hosts_with_clocks_an_hour_apart_measure_one_sweep(tmp_path: Path) -
     assert set(table["rank"]) == {0, 1}, "samples of every host reach the store"
     starts = table.groupby("rank")["start_ns"].min()
     assert abs(starts[0] - starts[1]) < 1e9, "on rank 0's clock, an hour apart or not"
+
+
+def test_doctor_compares_two_hosts_and_times_their_link_without_ranks() -> None:
+    with hosts(2) as made:
+        jobs = []
+        for host in made:
+            where = ["--nnodes", "2", "--node-rank", str(host.number), "--rdzv-endpoint", "10.87.0.1"]
+            jobs.append(host.start([sys.executable, "-m", "commbench", "doctor", "--preflight", *where]))
+        told = [job.communicate(timeout=LIMIT_S) for job in jobs]
+        assert_nothing_is_left(made)
+    assert [job.returncode for job in jobs] == [0, 0], told
+    assert "2 nodes have the same versions and devices and reach each other" in " ".join(told[0][0].split())
+    assert "node 0 has ended: 2 nodes have the same versions" in told[1][1]
 
 
 def test_a_pulled_cable_costs_the_point_and_the_sweep_goes_on_when_it_is_back(tmp_path: Path) -> None:
