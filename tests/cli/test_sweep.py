@@ -323,3 +323,69 @@ def test_help_lists_every_command_without_importing_any(commbench: Any) -> None:
     assert code == 0
     for name in COMMANDS:
         assert f"  {name} " in out
+
+
+def test_graphs_on_the_cpu_are_refused_alone_and_planned_in_a_list(commbench: Any) -> None:
+    code, out, err = commbench("sweep", "--device", "cpu", "--mode", "graph")
+    assert (code, out) == (2, "")
+    assert err == "error: --mode graph: the CPU has no graphs to capture; take --mode eager, or a machine with a GPU\n"
+    code, out, _ = commbench(
+        "sweep", "--device", "cpu", "--mode", "eager,graph", "--sizes", "64", "--dtypes", "float32",
+        "--collectives", "all_reduce,barrier", "--dry-run", "--json",
+    )  # fmt: skip
+    assert code == 0
+    document = json.loads(out)
+    assert sorted((p["collective"], p["mode"]) for p in document["points"]) == [
+        ("all_reduce", "eager"), ("all_reduce", "graph"), ("barrier", "eager"),
+    ]  # fmt: skip
+    assert document["skipped_combinations"] == {"barrier waits on the host, so no graph holds it": 1}
+
+
+def test_flags_of_gpus_that_do_not_fit_the_machine_are_refused(commbench: Any) -> None:
+    for flags, message in (
+        (("--share-device", "--device", "cpu"), "the ranks are on the CPU"),
+        (("--graph-timing", "fast"), "allowed: isolated, chained"),
+    ):
+        code, _, err = commbench("sweep", *flags)
+        assert code == 2
+        assert message in err
+
+
+@pytest.mark.slow
+class TestNumbers:
+    @pytest.fixture(scope="class")
+    def found(self, process: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+        """Points by (backend, mode) of a sweep in which ``fake`` quantises."""
+        out = tmp_path_factory.mktemp("numbers") / "run"
+        code, _, stderr = sweep(
+            process, out, "--collectives", "all_reduce", "--sizes", "4KiB", "--backends", "torch_dist,fake",
+            "--device", "cpu", "--mode", "eager,graph", script={"quantised": "int8"},
+        )  # fmt: skip
+        assert code == 0, stderr
+        return {(r["backend_requested"], r["mode"]): r for r in open_run(out).rows()}
+
+    def test_an_exact_backend_is_correctly_rounded_on_two_ranks(self, found: Any) -> None:
+        row = found["torch_dist", "eager"]
+        assert row["max_ulp_error"] == 0.5
+        assert (row["ranks_agree"], row["repeatable"], row["extremes_wrong"], row["quantised"]) == (True, True, 0, "")
+
+    def test_a_quantised_backend_is_ok_within_its_level_and_marked(self, found: Any) -> None:
+        row = found["fake", "eager"]
+        assert (row["status"], row["quantised"]) == ("ok", "int8")
+        assert row["max_ulp_error"] > 1000
+
+    def test_graphs_are_skipped_with_the_reason_where_there_are_none(self, found: Any) -> None:
+        row = found["fake", "graph"]
+        assert row["status"] == "skipped"
+        assert row["reason"] == "mode graph: cpu has no graphs to capture; take --mode eager"
+
+    def test_a_cast_that_overflows_is_wrong(self, process: Any, tmp_path: Path) -> None:
+        code, _, _ = sweep(
+            process, tmp_path / "run", "--collectives", "all_reduce", "--sizes", "4KiB", "--backends", "fake",
+            "--device", "cpu", "--dtypes", "bfloat16", script={"through": "float16"},
+        )  # fmt: skip
+        assert code == 1
+        (row,) = open_run(tmp_path / "run").rows()
+        assert row["status"] == "wrong"
+        assert row["wrong_count"] == row["extremes_wrong"] > 0
+        assert "near the ends of bfloat16's range" in row["reason"]
