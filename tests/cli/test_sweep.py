@@ -351,19 +351,20 @@ def test_flags_of_gpus_that_do_not_fit_the_machine_are_refused(commbench: Any) -
         assert message in err
 
 
+@pytest.fixture(scope="module")
+def found(process: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    """Points by (backend, mode) of a sweep in which ``fake`` quantises."""
+    out = tmp_path_factory.mktemp("numbers") / "run"
+    code, _, stderr = sweep(
+        process, out, "--collectives", "all_reduce", "--sizes", "4KiB", "--backends", "torch_dist,fake",
+        "--device", "cpu", "--mode", "eager,graph", script={"quantised": "int8"},
+    )  # fmt: skip
+    assert code == 0, stderr
+    return {(r["backend_requested"], r["mode"]): r for r in open_run(out).rows()}
+
+
 @pytest.mark.slow
 class TestNumbers:
-    @pytest.fixture(scope="class")
-    def found(self, process: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
-        """Points by (backend, mode) of a sweep in which ``fake`` quantises."""
-        out = tmp_path_factory.mktemp("numbers") / "run"
-        code, _, stderr = sweep(
-            process, out, "--collectives", "all_reduce", "--sizes", "4KiB", "--backends", "torch_dist,fake",
-            "--device", "cpu", "--mode", "eager,graph", script={"quantised": "int8"},
-        )  # fmt: skip
-        assert code == 0, stderr
-        return {(r["backend_requested"], r["mode"]): r for r in open_run(out).rows()}
-
     def test_an_exact_backend_is_correctly_rounded_on_two_ranks(self, found: Any) -> None:
         row = found["torch_dist", "eager"]
         assert row["max_ulp_error"] == 0.5
