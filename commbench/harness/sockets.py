@@ -26,7 +26,7 @@ def listen_on(host: str, port: int) -> socket.socket | None:
         except OSError as error:
             listener.close()
             if error.errno != errno.EADDRNOTAVAIL:
-                raise OSError(error.errno, f"{error.strerror}: {address[0]!s}:{address[1]}") from error
+                raise OSError(error.errno, f"{error.strerror}: {host}:{port}") from error
         else:
             return listener
     return None
