@@ -47,8 +47,8 @@ NO_DTYPE = "none"  # the dtype of a barrier
 OPS: tuple[str, ...] = ("sum", "prod", "min", "max", "avg")
 
 # Levels of quantised all-reduces: the largest error of one element on one way, over the largest magnitude of its block.
-# An integer level of b bits maps the largest magnitude of a block to −2^(b−1), so a step is 2^−(b−1) of it; a value of the
-# opposite sign and the same magnitude is one step off, since +2^(b−1) does not exist. fp8 (e4m3) has three fraction
+# An integer level of b bits maps the largest magnitude of a block to −2^(b−1), so a step is 2^−(b−1) of it; a value of
+# the opposite sign and the same magnitude is one step off, since +2^(b−1) does not exist. fp8 (e4m3) has three fraction
 # bits: rounding is off by 2^−4 of the value.
 QUANTISED: dict[str, float] = {"fp8": 2.0**-4, "int8": 2.0**-7, "int6": 2.0**-5, "int4": 2.0**-3}
 

@@ -271,7 +271,7 @@ def countable(points: pd.DataFrame, kernel_of: KernelOf = same_name) -> tuple[pd
         "calls took several backends": picked.str.contains("+", regex=False) | (picked == ""),
         "another backend than the forced one was taken": (requested != AUTO) & (requested != picked),
         "ranks shared a device": frame["shared_device"].astype("boolean").fillna(False),
-        "quantised results, which are not as exact as the others'": frame["quantised"].astype("string").fillna("") != "",
+        "quantised results, which are not as exact as the others'": frame["quantised"].fillna("").astype(str) != "",
         "no latency": frame["latency_median_s"].isna() | (frame["latency_median_s"].fillna(0) <= 0),
     }
     left_out: dict[str, int] = {}

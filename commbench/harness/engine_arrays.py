@@ -70,5 +70,5 @@ def _packed(what: str, array: Any) -> Packed:
     if array.dtype.name not in DTYPES_SENT:
         raise UsageError(f"{what}: an array of dtype {array.dtype} cannot be sent; give numbers of one size")
     native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
-    data = memoryview(native.reshape(-1).view(np.uint8)) if native.size else b""
+    data = native.reshape(-1).view(np.uint8).data if native.size else b""
     return Packed({"dtype": array.dtype.name, "shape": list(array.shape)}, data, native)

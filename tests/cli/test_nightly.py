@@ -100,7 +100,8 @@ def test_bad_input_ends_the_night_with_its_own_exit_code(tmp_path: Path) -> None
 def _load(night: Path) -> Iterator[None]:
     """While the ranks of a night measure, eight processes for each core do so too; starting ranks is left in peace."""
     hog = "a = bytearray(64 << 20)\nwhile True: b = bytes(a)"
-    hogs = [subprocess.Popen([sys.executable, "-c", hog], start_new_session=True) for _ in range(8 * (os.cpu_count() or 1))]
+    many = range(8 * (os.cpu_count() or 1))
+    hogs = [subprocess.Popen([sys.executable, "-c", hog], start_new_session=True) for _ in many]
     over = threading.Event()
 
     def measuring() -> bool:

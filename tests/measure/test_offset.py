@@ -61,9 +61,7 @@ def test_the_true_offset_lies_within_the_bounds_however_lopsided_the_delays(
     bounds = exchanges(offset, [d[0] for d in delays], [d[1] for d in delays]).bounds()
     assert bounds.low_ns <= offset <= bounds.high_ns
     assert bounds.error_s <= bounds.rtt_min_ns * 0.5e-9
-    assert (
-        abs(bounds.low_ns + bounds.high_ns - 2 * offset) * 0.5e-9 <= bounds.error_s + 1e-12
-    )
+    assert abs(bounds.low_ns + bounds.high_ns - 2 * offset) * 0.5e-9 <= bounds.error_s + 1e-12
 
 
 def test_bounds_come_from_the_best_question_and_the_best_answer() -> None:

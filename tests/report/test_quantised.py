@@ -97,7 +97,7 @@ def test_a_comparison_of_shared_with_own_devices_is_refused() -> None:
     own = scripted(False).assign(shared_device=False)
     shared = scripted(False).assign(shared_device=True)
     assert math.isclose(float(compare(own, own).points["ratio"].iloc[0]), 1.0)
-    with pytest.raises(UsageError, match="the ranks of the candidate shared a device.*never compared"):
+    with pytest.raises(UsageError, match=r"the ranks of the candidate shared a device.*never compared"):
         align(own, shared)
     with pytest.raises(UsageError, match="the ranks of the baseline shared a device"):
         align(shared, own)
