@@ -36,7 +36,7 @@ LAUNCHING = ("backends", "collectives", "dtypes", "sizes", "mode", "cache", "dev
 @click.option("--collectives", help="Comma-separated. [default: all_reduce]")
 @click.option("--dtypes", help="Comma-separated. [default: float32]")
 @click.option("--sizes", help="As for sweep. [default: half octaves from 1 KiB to 4 MiB]")
-@click.option("--mode", help="eager. [default: eager]")
+@click.option("--mode", help="eager, graph. [default: eager]")
 @click.option("--cache", help="hot, cold. [default: hot]")
 @click.option("--device", help="auto, cpu or cuda. [default: auto]")
 @click.option("--launches", type=int, help="Launches of each phase: grid, refinement, confirmation. [default: 5]")
