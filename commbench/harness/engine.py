@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 STARTUP_S = 120.0  # for all ranks to report ready
 DEFAULT_BUCKET_BYTES = 64 << 20  # of a weight update, as coordinator.weights has it
 _GROUPS = ("world", "tp", "pp", "moe_ep", "moe_tp")
+_HOW = ("group", "backend", "policy")  # what every collective on real data can be told
 
 Arrays = Any  # a numpy array or torch tensor, or a list of one per rank
 Message = dict[str, Any]
@@ -92,10 +93,6 @@ class Measurements:
         return open_run(self.directory)
 
 
-def _warn(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=3)
-
-
 class Engine:
     """Ranks that stay up until ``close``, the end of the ``with`` block, collection, or the interpreter's end.
 
@@ -142,7 +139,7 @@ class Engine:
         if self._settings.device != "cpu":  # kernels of other devices only
             check_versions(installed_versions(), variables)
         for text in left_alone(variables):
-            _warn(text)
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
         job = self._job = Job.start(self._spec.ranks, given)
         # also when this process ends; and it must not hold the engine
         self._finalizer = weakref.finalize(self, job.end)
@@ -257,37 +254,42 @@ class Engine:
         look = Look.of(None, trace, endpoint, os.environ)
         if look.trace and directory is None:
             raise UsageError("measure: a trace is written into a run directory; give out=FOLDER")
-        with self._turn("measure"), contextlib.ExitStack() as stack:
-            if directory is not None:
-                self._create_run(directory, spec, expansion, how)
-            message: Message = {
-                "command": "measure",
-                "settings": how.to_dict(),
-                "points": [p.to_dict() for p in expansion.points],
-                "run_id": "engine" if directory is None else directory.name,
-                "directory": None if directory is None else str(directory.resolve()),
-            }
-            if directory is not None:
-                stack.enter_context(look.at(directory, _warn))
-                stack.enter_context(launch_span(0, self.ranks))
-                message["traceparent"] = os.environ.get(PARENT_VARIABLE, "") if look.trace else ""
-            rows: list[dict[str, Any]] = []
-
-            def hear(event: Mapping[str, Any]) -> None:
-                rows.append(event["row"])
-                if on_event is not None:
-                    on_event(event)
-
-            outcome = "failed"
-            answer: Message = {"facts": {}, "canaries": {}, "began_ns": called_ns}
-            try:
-                answer = self._exchange([message] * self.ranks, hear)[0][0]
-                outcome = "complete" if len(rows) == len(expansion.points) else "interrupted"
-            finally:
+        said: list[str] = []
+        try:
+            with self._turn("measure"), contextlib.ExitStack() as stack:
                 if directory is not None:
-                    self._close_run(directory, outcome, answer)
-            if self._interruption is not None:
-                raise self._interruption
+                    self._create_run(directory, spec, expansion, how)
+                message: Message = {
+                    "command": "measure",
+                    "settings": how.to_dict(),
+                    "points": [p.to_dict() for p in expansion.points],
+                    "run_id": "engine" if directory is None else directory.name,
+                    "directory": None if directory is None else str(directory.resolve()),
+                }
+                if directory is not None:
+                    stack.enter_context(look.at(directory, said.append))
+                    stack.enter_context(launch_span(0, self.ranks))
+                    message["traceparent"] = os.environ.get(PARENT_VARIABLE, "") if look.trace else ""
+                rows: list[dict[str, Any]] = []
+
+                def hear(event: Mapping[str, Any]) -> None:
+                    rows.append(event["row"])
+                    if on_event is not None:
+                        on_event(event)
+
+                outcome = "failed"
+                answer: Message = {"facts": {}, "canaries": {}, "began_ns": called_ns}
+                try:
+                    answer = self._exchange([message] * self.ranks, hear)[0][0]
+                    outcome = "complete" if len(rows) == len(expansion.points) else "interrupted"
+                finally:
+                    if directory is not None:
+                        self._close_run(directory, outcome, answer)
+                if self._interruption is not None:
+                    raise self._interruption
+        finally:
+            for text in said:  # in the name of measure's caller
+                warnings.warn(text, RuntimeWarning, stacklevel=3)
         return Measurements(tuple(rows), directory, max(0.0, (answer["began_ns"] - called_ns) * 1e-9))
 
     def _create_run(self, directory: Path, spec: SweepSpec, expansion: Expansion, how: Settings) -> None:
@@ -346,61 +348,63 @@ class Engine:
         (a name to force) and ``policy``. Raises UsageError for what is no array, CollectiveError (and
         BackendUnavailable) where the collective cannot take it.
         """
-        return self._collective("all_reduce", array, op=op, **how)
+        return self._collective("all_reduce", array, how, op=op)
 
     def reduce(self, array: Arrays, dst: int = 0, op: str = "sum", **how: Any) -> list[Any]:
         """The reduction, on rank dst of the group; None elsewhere."""
-        return self._collective("reduce", array, dst=dst, op=op, **how)
+        return self._collective("reduce", array, how, dst=dst, op=op)
 
     def all_gather(self, array: Arrays, dim: int = 0, **how: Any) -> list[Any]:
         """All ranks' arrays along a dimension, on every rank."""
-        return self._collective("all_gather", array, dim=dim, **how)
+        return self._collective("all_gather", array, how, dim=dim)
 
     def all_gatherv(self, arrays: Sequence[Any], **how: Any) -> list[Any]:
         """As all_gather along the first dimension, of which each rank may have another number of rows."""
-        return self._collective("all_gatherv", arrays, **how)
+        return self._collective("all_gatherv", arrays, how)
 
     def reduce_scatter(self, array: Arrays, op: str = "sum", **how: Any) -> list[Any]:
         """Each rank's part (along the first dimension) of the reduction."""
-        return self._collective("reduce_scatter", array, op=op, **how)
+        return self._collective("reduce_scatter", array, how, op=op)
 
     def broadcast(self, array: Arrays, src: int = 0, **how: Any) -> list[Any]:
         """Rank src's array, on every rank."""
-        return self._collective("broadcast", array, src=src, **how)
+        return self._collective("broadcast", array, how, src=src)
 
     def all_to_all(self, array: Arrays, **how: Any) -> list[Any]:
         """Part i (along the first dimension) of every rank's array, one after the other, on rank i."""
-        return self._collective("all_to_all", array, **how)
+        return self._collective("all_to_all", array, how)
 
     def gather(self, array: Arrays, dst: int = 0, dim: int = 0, **how: Any) -> list[Any]:
         """All ranks' arrays along a dimension, on rank dst of the group; None elsewhere."""
-        return self._collective("gather", array, dst=dst, dim=dim, **how)
+        return self._collective("gather", array, how, dst=dst, dim=dim)
 
     def scatter(self, array: Arrays, src: int = 0, **how: Any) -> list[Any]:
         """Part i (along the first dimension) of rank src's array, on rank i."""
-        return self._collective("scatter", array, src=src, **how)
+        return self._collective("scatter", array, how, src=src)
 
     def send_recv(self, array: Arrays, **how: Any) -> list[Any]:
         """Around the ring: the array of the rank before."""
-        return self._collective("send_recv", array, **how)
+        return self._collective("send_recv", array, how)
 
     def barrier(self, **how: Any) -> None:
         """All ranks meet."""
-        self._collective("barrier", None, **how)
+        self._collective("barrier", None, how)
 
     def _collective(
         self,
         name: str,
         array: Any,
-        *,
-        group: str = "world",
-        backend: str | None = None,
-        policy: str | None = None,
+        how: Mapping[str, Any],
         **details: Any,
     ) -> list[Any]:
+        """how: keywords that every collective has. details: those that this one has beside."""
         from commbench.policy import load_policy
         from commbench.registry import BACKENDS
 
+        for key in how:
+            if key not in _HOW:
+                raise UsageError(f"{name}: there is no keyword {key!r}; it takes {', '.join([*details, *_HOW])}")
+        group, backend, policy = how.get("group", "world"), how.get("backend"), how.get("policy")
         if group not in _GROUPS:
             raise unknown("group", str(group), _GROUPS)
         if backend is not None and backend not in BACKENDS:
@@ -447,8 +451,11 @@ class Engine:
         """The ranks join a weight-update group: rank r as rank_offset + r, of world_size (default: all and a trainer).
 
         The trainer is rank 0, elsewhere (``commbench.coordinator.weights.init_weights_update_group``), and must join
-        meanwhile. Raises CollectiveError when it is not found, UsageError for a group that exists.
+        meanwhile. Raises CollectiveError when it is not found, UsageError for a group that exists and
+        a port that is none.
         """
+        if isinstance(master_port, bool) or not isinstance(master_port, int) or not 0 < master_port < 1 << 16:
+            raise UsageError(f"init_weights_update_group: master_port={master_port!r} is no port (1 to 65535)")
         message = {
             "command": "init_weights_update_group", "master_address": master_address, "master_port": master_port,
             "rank_offset": rank_offset, "world_size": self.ranks + rank_offset if world_size is None else world_size,

@@ -13,7 +13,12 @@ from commbench.measure.settings import Settings
 from commbench.sweep import Expansion, SweepSpec, find_sweep, make_spec, read_file
 from commbench.types import AUTO, COLLECTIVES, Point
 
-_LAUNCHED = ("tp", "pp", "ep", "device", "launches", "launcher", "mpirun_options")  # settled when ranks start
+# settled when ranks start; what an engine's ranks have beside the sizes of its groups and its device
+_ONE_LAUNCH: Mapping[str, Any] = {
+    "launches": 1, "launcher": "torchrun", "mpirun_options": "", "nnodes": 1, "bind": "", "ca_provider": "",
+    "share_device": False, "point_timeout": None, "launch_timeout": None,
+}  # fmt: skip
+_LAUNCHED = ("tp", "pp", "ep", "device", *_ONE_LAUNCH)
 Planned = tuple[SweepSpec, Expansion, Settings]
 
 
@@ -21,7 +26,7 @@ def planned(engine: SweepSpec, device: str, what: Any, settings: Mapping[str, An
     """engine: the spec that the ranks were started with, on that device. what, settings: as ``Engine.measure``."""
     own = {"tp": engine.tp, "pp": engine.pp, "ep": engine.ep, "device": device}
     for key, value in settings.items():
-        if key in _LAUNCHED and value != {**own, "launches": 1, "launcher": "torchrun"}.get(key):
+        if key in _LAUNCHED and not _as_launched(key, value, own):
             raise SpecError(f"measure: {key}={value!r} is settled when ranks start; {_described(own)}")
     given: dict[str, Any] = {"name": "engine", "policy": engine.policy, **settings, **own}
     source = {key: f"measure: {key}" for key in given}
@@ -44,6 +49,10 @@ def planned(engine: SweepSpec, device: str, what: Any, settings: Mapping[str, An
     return spec, *prepare(spec)
 
 
+def _as_launched(key: str, value: Any, own: Mapping[str, Any]) -> bool:
+    return bool(value == {**own, **_ONE_LAUNCH}[key]) or (key == "device" and value == AUTO)
+
+
 def _described(own: Mapping[str, Any]) -> str:
     return f"this engine is one launch of torchrun with {', '.join(f'{k}={v}' for k, v in own.items())}"
 
@@ -53,9 +62,7 @@ def _of_spec(
 ) -> SweepSpec:
     asked = {key: getattr(what, key) for key in _LAUNCHED if key in what.model_fields_set}
     for key, value in asked.items():
-        if key == "device" and value == AUTO:
-            continue
-        if value != {**own, "launches": 1, "launcher": "torchrun", "mpirun_options": ""}[key]:
+        if not _as_launched(key, value, own):
             raise SpecError(f"measure: the sweep asks for {key}={value!r}; {_described(own)}")
     values = {key: getattr(what, key) for key in what.model_fields_set}
     return make_spec({**values, **settings, **own}, source)

@@ -81,6 +81,9 @@ def test_a_shipped_sweep_is_measured_on_the_ranks_that_are_there(engine: Engine)
         (None, {"tp": 3}, "tp=3 is settled when ranks start"),
         (None, {"launches": 2}, "launches=2 is settled"),
         (None, {"launcher": "mpirun"}, "launcher='mpirun' is settled"),
+        (None, {"nnodes": 2}, "nnodes=2 is settled"),
+        (None, {"bind": "core"}, "bind='core' is settled"),
+        (None, {"point_timeout": "5s"}, "point_timeout='5s' is settled"),
         (None, {"sizes": "8q"}, "measure: sizes"),
         (None, {"colectives": ["all_reduce"]}, "measure: colectives: unknown key"),
         (make_spec({"tp": 4}, {}), {}, "the sweep asks for tp=4; this engine is one launch"),
@@ -233,6 +236,17 @@ def test_a_backend_can_be_forced_and_one_that_is_not_set_up_yet_is(engine: Engin
 def test_a_payload_that_is_no_array_is_named(engine: Engine, payload: Any, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         engine.all_reduce(payload)
+
+
+def test_a_keyword_that_a_collective_does_not_have_is_named(engine: Engine) -> None:
+    told = "all_gather: there is no keyword 'bakend'; it takes dim, group, backend, policy"
+    with pytest.raises(UsageError, match=told):
+        engine.all_gather(np.ones(4), bakend="shm")
+
+
+def test_a_port_that_is_none_is_named(engine: Engine) -> None:
+    with pytest.raises(UsageError, match="master_port='29500' is no port"):
+        engine.init_weights_update_group("127.0.0.1", "29500")  # type: ignore[arg-type]
 
 
 def test_arrays_that_do_not_fit_are_named_and_the_engine_goes_on(engine: Engine) -> None:
