@@ -83,12 +83,8 @@ class NcclSymmBackend(PyNcclBackend):
     def _make(self, size_bytes: int) -> torch.Tensor:
         address = together(self.group, self.name, lambda: self._allocate(size_bytes))[self.group.rank]
         window = ctypes.c_void_p()
-        # NCCL's ranks meet in here, as in the set-up of the communicator
-        code = self._library.ncclCommWindowRegister(
-            self._handle, address, size_bytes, ctypes.byref(window), COLL_SYMMETRIC
-        )
         try:
-            together(self.group, self.name, lambda: self._registered(code, window))
+            together(self.group, self.name, lambda: self._register(address, size_bytes, window))
         except BackendUnavailable:
             self._library.ncclMemFree(address)
             raise
@@ -103,9 +99,18 @@ class NcclSymmBackend(PyNcclBackend):
             raise BackendUnavailable(self.name, f"ncclMemAlloc of {format_size(size_bytes)} failed ({code})")
         return int(memory.value or 0)
 
-    def _registered(self, code: int, window: ctypes.c_void_p) -> None:
+    def _register(self, address: int, size_bytes: int, window: ctypes.c_void_p) -> None:
+        # NCCL's ranks meet in here, as in the set-up of the communicator
+        what, handle = "ncclCommWindowRegister", self._handle
         try:
-            self._done(code, "ncclCommWindowRegister")
+            code = self._comm.in_time(
+                what,
+                lambda: self._library.ncclCommWindowRegister(
+                    handle, address, size_bytes, ctypes.byref(window), COLL_SYMMETRIC
+                ),
+            )
+            if code:
+                self._done(code, what)
         except CollectiveError as error:
             raise BackendUnavailable(self.name, str(error)) from error
         if not window.value:

@@ -1,8 +1,9 @@
 """NCCL (on ROCm: RCCL) called directly through ctypes, on a communicator of the group's own.
 
 The library is the one that torch's wheel brings, so that no second copy is loaded; COMMBENCH_NCCL_LIBRARY names
-another. The communicator is non-blocking: no call waits longer than COMMBENCH_NCCL_TIMEOUT (60s) for another rank, and
-one that fails is aborted. Work goes on the stream that is current when an operation is called, so it can be captured.
+another. Set-up, barriers and the end wait for other ranks for COMMBENCH_NCCL_TIMEOUT (45s) at most. The communicator is
+a blocking one, as in engines: from 2.23 on a non-blocking one starts a thread for every call, which would be measured.
+Work goes on the stream that is current when an operation is called, so it can be captured.
 NOT RUN ON HARDWARE beyond what needs no GPU: finding the library, its version, a unique id, a failing set-up.
 """
 
@@ -13,6 +14,7 @@ import functools
 import importlib.util
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,7 +30,7 @@ from commbench.units import parse_duration
 
 LIBRARY_VARIABLE = "COMMBENCH_NCCL_LIBRARY"
 TIMEOUT_VARIABLE = "COMMBENCH_NCCL_TIMEOUT"
-DEFAULT_TIMEOUT_S = 60.0
+DEFAULT_TIMEOUT_S = 45.0  # less than ranks wait for each other's notes on a set-up
 
 # ---- nccl.h: what is used of it -------------------------------------------------------------------------------
 
@@ -59,7 +61,7 @@ class Config(ctypes.Structure):
 
     def __init__(self) -> None:
         super().__init__(ctypes.sizeof(Config), _MAGIC, _CONFIG_VERSION)
-        self.blocking = 0
+        self.blocking = 1
         for name in ("cgaClusterSize", "minCTAs", "maxCTAs", "splitShare"):
             setattr(self, name, _UNDEFINED_INT)
 
@@ -183,17 +185,35 @@ def _error_text(library: Any, code: int) -> str:
 
 
 class Communicator:
-    """A non-blocking ncclComm_t of this rank. Raises CollectiveError (PeerLost where a rank does not answer)."""
+    """An ncclComm_t of this rank. Raises CollectiveError (PeerLost where a rank does not answer)."""
 
-    def __init__(self, library: Any, world_size: int, rank: int, id_bytes: bytes, timeout_s: float) -> None:
-        """Collective; raises BackendUnavailable where NCCL cannot make it, at the latest after timeout_s seconds."""
-        self.library, self.timeout_s = library, timeout_s
+    def __init__(
+        self,
+        library: Any,
+        world_size: int,
+        rank: int,
+        id_bytes: bytes,
+        timeout_s: float,
+        device: torch.device | None = None,
+    ) -> None:
+        """Collective; raises BackendUnavailable where NCCL cannot make it, at the latest after timeout_s seconds.
+
+        device: where, None for the current one.
+        """
+        self.library, self.timeout_s, self._device = library, timeout_s, device
         self.handle = ctypes.c_void_p()
         self.address = 0
-        name = UniqueId.from_buffer_copy(id_bytes)
-        code = library.ncclCommInitRankConfig(ctypes.byref(self.handle), world_size, name, rank, ctypes.byref(Config()))
+        name, made, config = UniqueId.from_buffer_copy(id_bytes), ctypes.c_void_p(), Config()
+        what = "ncclCommInitRankConfig"
         try:
-            self.wait(code, "ncclCommInitRankConfig")
+            code = self.in_time(
+                what,
+                lambda: library.ncclCommInitRankConfig(
+                    ctypes.byref(made), world_size, name, rank, ctypes.byref(config)
+                ),
+            )
+            self.handle.value = made.value  # not before: a set-up that goes on by itself cannot be aborted
+            self.wait(code, what)
         except CollectiveError as error:
             self.abort()
             raise BackendUnavailable(
@@ -201,8 +221,33 @@ class Communicator:
             ) from error
         self.address = int(self.handle.value or 0)
 
+    def in_time(self, what: str, call: Callable[[], int]) -> int:
+        """What a call gives that waits for other ranks, without a limit of its own. Raises PeerLost after timeout_s.
+
+        It runs on a thread, which stays in it where nobody comes: NCCL has no safe way out of a blocking call.
+        """
+        codes: list[int] = []
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                if self._device is not None:  # each thread has its own current device
+                    devices.activate(self._device)
+                codes.append(call())
+            except Exception as error:  # noqa: BLE001 - goes on in the caller's thread
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name=what, daemon=True)
+        thread.start()
+        thread.join(self.timeout_s)
+        if errors:
+            raise errors[0]
+        if not codes:
+            raise PeerLost(f"{what}: another rank did not answer within {self.timeout_s:g} s")
+        return codes[0]
+
     def wait(self, code: int, what: str) -> None:
-        """Return once the last call is through; code is what it gave."""
+        """Return once the last call is through; code is what it gave (in progress: NCCL_COMM_BLOCKING=0 is set)."""
         until = time.monotonic() + self.timeout_s
         state = ctypes.c_int(code)
         while state.value == IN_PROGRESS:
@@ -233,12 +278,17 @@ class Communicator:
         self.handle.value, self.address = None, 0
 
     def close(self) -> None:
-        """Finish what is queued and release it; aborted where that takes too long."""
+        """Finish what is queued and release it; left alone where that takes too long."""
         if not self.handle.value:
             return
         try:
-            self.wait(self.library.ncclCommFinalize(self.handle), "ncclCommFinalize")
-        except CollectiveError:  # a rank is gone: nothing is left to finish with it
+            code = self.in_time("ncclCommFinalize", lambda: self.library.ncclCommFinalize(self.handle))
+        except PeerLost:  # a rank is gone, and a thread is still in there: it goes with the process
+            self.handle, self.address = ctypes.c_void_p(), 0
+            return
+        try:
+            self.wait(code, "ncclCommFinalize")
+        except CollectiveError:
             self.abort()
             return
         self.library.ncclCommDestroy(self.handle)
@@ -270,7 +320,7 @@ class PyNcclBackend(Backend):
         timeout_s = parse_duration(os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_S) + "s"))
         devices.activate(group.device)
         # NCCL's ranks meet in here, so it must not be a step of ``together``; a rank that never comes costs the timeout
-        self._comm = Communicator(self._library, group.world_size, group.rank, names[0], timeout_s)
+        self._comm = Communicator(self._library, group.world_size, group.rank, names[0], timeout_s, group.device)
         self._handle = self._comm.address
         self._stream = devices.raw_stream(group.device)
         self._all_reduce = self._library.ncclAllReduce

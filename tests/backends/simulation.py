@@ -16,6 +16,7 @@ import inspect
 import os
 import secrets
 import sys
+import time
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,6 +30,7 @@ from tests.backends.record_signatures import load
 PACK = 16
 STREAM = 0x5
 NCCL_CODE = 23203
+MEETING_S = 4.0  # for the ranks of the played NCCL to meet: above what the tests' COMMBENCH_NCCL_TIMEOUT allows
 
 
 class ProviderError(RuntimeError):
@@ -725,7 +727,7 @@ def play_symm_mem(world: World, *, multicast: bool = True) -> None:
 
 
 class Nccl:
-    """libnccl: non-blocking calls, groups, windows and asynchronous errors."""
+    """libnccl: calls that wait for all ranks, groups, windows and asynchronous errors."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -741,7 +743,6 @@ class Nccl:
         }  # fmt: skip
         self.ops = {self.constants[f"nccl{word.capitalize()}"]: word for word in ("sum", "prod", "max", "min", "avg")}
         self.depth, self.grouped = 0, []  # type: int, list[Any]
-        self.meeting = ""
         self.async_error = 0
         self.alive = False
         self.blocks: dict[int, Any] = {}
@@ -767,29 +768,32 @@ class Nccl:
         return b"scripted failure"
 
     def _meet(self, word: str) -> int:
-        """In progress until every rank has come here."""
-        self.meeting = f"{self.name}/{word}/{self.meetings}"
+        """Waits until every rank has come here: far longer than the caller should."""
+        meeting = f"{self.name}/{word}/{self.meetings}"
         self.meetings += 1
-        self.store.set(f"{self.meeting}/{self.world.rank}", b"1")
-        return int(self.constants["ncclInProgress"])
+        self.store.set(f"{meeting}/{self.world.rank}", b"1")
+        keys = [f"{meeting}/{rank}" for rank in range(self.world.size)]
+        until = time.monotonic() + MEETING_S
+        while not self.store.check(keys):
+            if time.monotonic() > until:
+                return 2  # ncclSystemError
+            time.sleep(2e-3)
+        return 0
 
     def ncclCommInitRankConfig(self, comm: Any, n: int, unique_id: Any, rank: int, config: Any) -> int:
         made = config._obj
         assert made.size == ctypes.sizeof(made)
         assert made.magic == self.constants["NCCL_API_MAGIC"]
-        assert (n, rank, made.blocking) == (self.world.size, self.world.rank, 0)
+        assert (n, rank, made.blocking) == (self.world.size, self.world.rank, 1)
         comm._obj.value = 0xC0DE
-        self.alive = True
         self.meetings, self.name = 0, bytes(unique_id).hex()
-        return self._meet("init")
+        code = self._meet("init")
+        self.alive = not code
+        return code
 
     def ncclCommGetAsyncError(self, comm: Any, state: Any) -> int:
         assert self.alive
-        keys = [f"{self.meeting}/{rank}" for rank in range(self.world.size)] if self.meeting else []
-        there = not keys or self.store.check(keys)
-        state._obj.value = self.async_error or (0 if there else self.constants["ncclInProgress"])
-        if there:
-            self.meeting = ""
+        state._obj.value = self.async_error
         return 0
 
     def ncclCommFinalize(self, comm: Any) -> int:
@@ -802,7 +806,7 @@ class Nccl:
 
     def ncclCommAbort(self, comm: Any) -> int:
         assert self.alive
-        self.alive, self.meeting = False, ""
+        self.alive = False
         return 0
 
     # windows
