@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -171,6 +171,9 @@ class Variation:
         return f"{self.backend} {'<' if self.small else '≥'} 1 KiB"
 
 
+_MAY_DIFFER = frozenset({"seed", "target_ci", "max_time_per_point_s", "budget_s", "patience_s", "backends"})
+
+
 def variations(frames: Sequence[pd.DataFrame]) -> list[Variation]:
     """Launch-to-launch variation by backend taken, below and from 1 KiB.
 
@@ -200,6 +203,19 @@ def variations(frames: Sequence[pd.DataFrame]) -> list[Variation]:
                   float(group["cv"].max()))
         for (backend, small), group in points.groupby(["backend_picked", "small"])
     ]  # fmt: skip
+
+
+def repeats(manifests: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether runs measured in the same way, so that their launches are launches of one thing.
+
+    Settings that say how often and how long, the seed, and backends that were only set up may differ.
+    """
+    ways = []
+    for manifest in manifests:
+        settings = manifest.get("settings")
+        known = settings if isinstance(settings, Mapping) else {}
+        ways.append({name: value for name, value in known.items() if name not in _MAY_DIFFER})
+    return all(way == ways[0] for way in ways)
 
 
 def variation_text(found: Sequence[Variation]) -> str:

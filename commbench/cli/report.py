@@ -27,16 +27,17 @@ def command(runs: tuple[Path, ...], out: Path | None, tool: str | None) -> int:
     """
     if tool is not None:
         return _as_tool(runs, out, tool)
-    from commbench.analysis.launches import variation_text, variations
+    from commbench.analysis.launches import repeats, variation_text, variations
     from commbench.report import write_report
     from commbench.report.summary import summarise
     from commbench.store.run import open_run
 
     page = write_report(runs, out)
-    for run in runs:
-        click.echo(f"{run}: {summarise(open_run(run)).verdict}")
-    variation = variation_text(variations([open_run(run).points() for run in runs]))
-    if variation:
+    for path in runs:
+        click.echo(f"{path}: {summarise(open_run(path)).verdict}")
+    opened = [open_run(run) for run in runs]
+    variation = variation_text(variations([run.points() for run in opened]))
+    if variation and repeats([run.manifest for run in opened]):
         click.echo(f"launch-to-launch coefficient of variation {variation}")
     click.echo(f"report: {page}")
     return 0

@@ -90,7 +90,8 @@ _FLAGS = {
 @click.option("--seed", type=int, help="Seed of the random order and of the data. [default: 0]")
 @click.option("--sync", help="How iterations start: window, barrier or none. [default: window]")
 @click.option("--loop", help="Timed loop: python, or native where the backend is compiled code. [default: python]")
-@click.option("--launcher", help="What starts the ranks: torchrun or mpirun (the one on PATH). [default: torchrun]")
+@click.option("--launcher", help="What starts the ranks: torchrun, mpirun (the one on PATH), or external: they are "
+              "started already, and this command runs in each. [default: torchrun]")  # fmt: skip
 @click.option("--mpirun-options", metavar="TEXT", help="Options for mpirun, such as '--bind-to none'.")
 @_nodes.options
 @click.option("--ca-provider", help="Whose custom all-reduce the backend `ca` runs: sgl_kernel, vllm or flashinfer. "
@@ -105,7 +106,7 @@ _FLAGS = {
               "unsteady (comma-separated).")  # fmt: skip
 @click.option("--force", is_flag=True, help="With --resume: go on although spec, version or machine differ.")
 @click.option("--profile", metavar="[=ACTIVITIES]", help="Profile each point's checks and first block: a Chrome trace "
-              "per rank and launch. Activities: cpu, cuda, xpu. [default: what the device has]")  # fmt: skip
+              "per rank and launch. Activities: cpu, cuda. [default: what the device has]")  # fmt: skip
 @click.option("--trace", is_flag=True, help="Note spans of launches, points, visits and phases: trace.json.")
 @click.option("--otlp-endpoint", metavar="URL", help="Send the spans there too, such as http://localhost:4318.")
 @click.option("--out", type=click.Path(path_type=Path), help="Run directory. [default: reports/<time>-<name>-<id>]")

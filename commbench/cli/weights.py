@@ -89,7 +89,7 @@ def command(
         click.echo(json.dumps(document, indent=1))
     else:
         what = (
-            f"{len(model.tensors)} tensors, {model.numel:,} parameters, {format_size(model.size_bytes)} {model.dtype}"
+            f"{len(model.tensors)} tensors, {model.numel:,} parameters, {_rounded(model.size_bytes)} of {model.dtype}"
         )
         click.echo(f"{model.architecture}: {what}, from one rank to {tp - 1}")
         click.echo(f"{'bucket':>10} {'time to sync':>14} {'95 % interval':>22} {'GB/s':>8}  status")
@@ -105,6 +105,14 @@ def _bucket_sizes(text: str) -> list[int]:
     if not sizes or not sizes[0]:
         raise SpecError(f"--bucket-size {text!r} must name sizes from 1 byte, such as {DEFAULT_BUCKETS}")
     return sizes
+
+
+def _rounded(size_bytes: int) -> str:
+    """A model's size, which is seldom a round number of anything: four digits, decimal as the rates are."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.4g} {unit}"
+    return f"{size_bytes} B"
 
 
 def _name(size: int) -> str:

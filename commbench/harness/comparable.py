@@ -20,6 +20,8 @@ _SPEC: tuple[str, ...] = (
     "collectives", "dtypes", "ops", "sizes", "layout", "placement", "cache", "mode", "backends", "policy", "group",
     "tp", "device", "sync", "loop", "skew", "ca_provider", "graph_timing", "share_device",
 )  # fmt: skip
+# Of a weight update, which no spec describes: the tensors of the model, and how many bytes travel at once.
+_MODEL: tuple[str, ...] = ("weight_numels", "bucket_bytes")
 _SHOWN = 90
 
 
@@ -53,6 +55,12 @@ def compare_manifests(
             x, y = _plain(spec_base[name]), _plain(spec_cand[name])
             if x != y:
                 refusals.append(f"spec.{name}: {_shown(x)} → {_shown(y)}")
+    settings_base, settings_cand = base.get("settings") or {}, cand.get("settings") or {}
+    for name in _MODEL:
+        if name in settings_base and name in settings_cand:
+            x, y = _plain(settings_base[name]), _plain(settings_cand[name])
+            if x != y:
+                refusals.append(f"settings.{name}: {_shown(x)} → {_shown(y)}")
     prints = base.get("fingerprint"), cand.get("fingerprint")
     if not isinstance(prints[0], Mapping) or not isinstance(prints[1], Mapping):
         who = " and ".join(

@@ -18,7 +18,7 @@ from commbench.types import Point
 
 PROFILE_VARIABLE = "COMMBENCH_PROFILE"  # activities, comma-separated: how a sweep tells its ranks
 PROFILES_DIR = "profiles"
-ACTIVITIES = ("cpu", "cuda", "xpu")  # those of torch.profiler.ProfilerActivity that a rank may have
+ACTIVITIES = ("cpu", "cuda")  # of a sweep: those of torch.profiler.ProfilerActivity that its devices have
 # options whose values are objects of torch: how they are written down, to travel to the ranks
 _DESCRIBED = {
     "schedule": "a dict such as {'wait': 1, 'warmup': 1, 'active': 3}; a step is one call of the engine",

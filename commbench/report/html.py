@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commbench.analysis.launches import variation_text, variations
+from commbench.analysis.launches import repeats, variation_text, variations
 from commbench.report.lines import DRAWN, combine, panels, run_names, varying_in
 from commbench.report.regret import regret_sections
 from commbench.report.style import interval_text, short_rate
@@ -84,7 +84,7 @@ def render(summaries: Sequence[Summary], plots: Sequence[Plot], path: Path) -> N
         title=f"commbench: {', '.join(names)}",
         runs=[_run_facts(s, name) for s, name in zip(summaries, names, strict=True)],
         several=len(summaries) > 1,
-        variation=variation_text(variations([s.per_launch for s in summaries])),
+        variation=_variation(summaries),
         glance=_glance(points, names),
         figures=_figures(plots, path.parent),
         regrets=regret_sections(summaries, names),
@@ -94,6 +94,13 @@ def render(summaries: Sequence[Summary], plots: Sequence[Plot], path: Path) -> N
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(page, encoding="utf-8")
     temporary.replace(path)
+
+
+def _variation(summaries: Sequence[Summary]) -> str:
+    """Of launches of one thing; runs that were measured otherwise are no further launches of it."""
+    if not repeats([s.manifest for s in summaries]):
+        return ""
+    return variation_text(variations([s.per_launch for s in summaries]))
 
 
 def _figures(plots: Sequence[Plot], directory: Path) -> list[dict[str, Any]]:

@@ -370,10 +370,10 @@ def _draw_lines(
         style = _line_style(context, line)
         x = points["size_bytes"].to_numpy(dtype=np.float64)
         y, low, high = (points[c].to_numpy(dtype=np.float64, na_value=np.nan) for c in columns)
-        if len(x) > 1:
-            axes.fill_between(x, low, high, color=style["color"], alpha=0.22, linewidth=0)
-        else:
-            axes.vlines(x, low, high, color=style["color"], alpha=0.6, linewidth=3)
+        axes.fill_between(x, low, high, color=style["color"], alpha=0.22, linewidth=0)
+        known = np.pad(np.isfinite(low) & np.isfinite(high), 1)
+        alone = known[1:-1] & ~known[:-2] & ~known[2:]  # a band needs two neighbours
+        axes.vlines(x[alone], low[alone], high[alone], color=style["color"], alpha=0.6, linewidth=3)
         axes.plot(x, y, **style)
         legend.setdefault(line.label, (0, line.sort_key(), Line2D([], [], **style)))
         unsteady = points["status"].to_numpy() == "unsteady"
@@ -471,7 +471,7 @@ def _distribution(
         return None
     title = "Spread of latency over iterations"
     sheet = _Sheet(context, _heading(title, filled), len(filled), gap=0.76)
-    relative = [by_point[key] / _quantile(by_point[key], 0.5) for p in filled for key in _keys(shown[p.title])]
+    relative = [by_point[key] / np.median(by_point[key]) for p in filled for key in _keys(shown[p.title])]
     top = max(1.15, 1.12 * max(_quantile(r, 0.99) for r in relative))
     limits = (min(0.9, 0.95 * min(_quantile(r, 0.01) for r in relative)), top)
     for i, (axes, panel) in enumerate(zip(sheet.axes, filled, strict=True)):
@@ -524,7 +524,7 @@ def _draw_violins(
         width = 0.84 / len(own)
         for place, (line, key) in enumerate(sorted(own, key=lambda entry: entry[0].sort_key())):
             x = middle - 0.42 + (place + 0.5) * width
-            ordered = by_point[key] / _quantile(by_point[key], 0.5)
+            ordered = by_point[key] / np.median(by_point[key])
             _violin(axes, x, min(width, 0.5) * 0.46, ordered[ordered <= top], _line_style(context, line)["color"])
             centres.setdefault(line, []).append(x)
             xs.append(x)
@@ -532,7 +532,7 @@ def _draw_violins(
             p99s.append(_quantile(ordered, 0.99))
             beyond += [x] if ordered[-1] > top else []
         text = format_size(size) if panel.has_sizes else "no message"
-        texts.append(f"{text}\n{format_time(_quantile(by_point[own[0][1]], 0.5))}" if single else text)
+        texts.append(f"{text}\n{format_time(float(np.median(by_point[own[0][1]])))}" if single else text)
     black: dict[str, Any] = {"color": "black", "linestyle": "none", "markeredgewidth": 1.3}
     axes.plot(xs, p90s, marker="_", markersize=8, **black)
     axes.plot(xs, p99s, marker="+", markersize=7, **black)

@@ -211,3 +211,10 @@ def test_points_of_one_launch_or_without_a_good_result_have_no_variation() -> No
     assert la.variations([frame({})]) == []
     assert la.variations([frame({}, {"status": "failed"})]) == []
     assert la.variation_text([]) == ""
+
+
+def test_runs_that_were_measured_otherwise_repeat_nothing() -> None:
+    one = {"settings": {"seed": 1, "sync": "barrier", "bucket_bytes": 65536}}
+    assert la.repeats([one, {"settings": {**one["settings"], "seed": 2}}])
+    assert not la.repeats([one, {"settings": {**one["settings"], "bucket_bytes": 1 << 20}}])
+    assert la.repeats([{}, {}])

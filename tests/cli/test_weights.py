@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from commbench.cli.weights import command
 from commbench.errors import SpecError, StoreError, UsageError
+from commbench.harness.comparable import compare_manifests
 from commbench.store.run import open_run
 
 CONFIG = {
@@ -43,6 +44,9 @@ def test_each_bucket_size_has_a_time_to_sync_a_rate_and_a_run(tmp_path: Path) ->
         assert measured.manifest["weights"]["parameters"] == PARAMETERS
         assert measured.rows()[0]["wrong_count"] == 0
     assert Path(document["report"]).parent == out / "report"
+    assert "Launch-to-launch" not in Path(document["report"]).read_text()  # another bucket size is no further launch
+    small, large = (open_run(out / name).manifest for name in ("bucket-1KiB", "bucket-1MiB"))
+    assert "settings.bucket_bytes: 1024 → 1048576" in compare_manifests(small, large).refusals
 
 
 def test_bad_input_is_named_before_anything_starts(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import matplotlib.text
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
 from commbench.report import plots as plots_module
@@ -19,6 +21,7 @@ from commbench.report.plots import Plot, draw
 from commbench.report.summary import summarise
 from commbench.store.run import open_run
 from commbench.types import COLLECTIVES, Point
+from commbench.units import format_time
 from tests.runs import grid
 
 Build = Callable[..., Path]
@@ -187,6 +190,26 @@ def test_few_samples_are_shown_one_by_one(build_run: Build, figures: list[Figure
     plot(build_run(grid(sizes=[1024]), samples=3))
     dots = [line for line in figures[2].axes[0].lines if len(line.get_ydata()) == 3]
     assert len(dots) == 1
+
+
+def test_the_median_that_the_spread_names_is_that_of_the_table(build_run: Build, figures: list[Figure]) -> None:
+    path = build_run(grid(sizes=[1024]), samples=4)  # an even number has two in the middle
+    plot(path)
+    (median,) = summarise(open_run(path)).points["latency_median_s"]
+    (tick,) = figures[2].axes[0].get_xticklabels()
+    assert tick.get_text() == f"1 KiB\n{format_time(median)}"
+
+
+def test_an_interval_whose_neighbours_have_none_is_a_bar(build_run: Build, figures: list[Figure]) -> None:
+    path = build_run(grid(sizes=[8, 64]))
+    rows = [json.loads(line) for line in (path / "points.jsonl").read_text().splitlines()]
+    (few, many) = sorted(rows, key=lambda row: int(row["size_bytes"]))
+    few |= {"latency_ci_low_s": None, "latency_ci_high_s": None}
+    (path / "points.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (few, many)))
+    plot(path)
+    (bar,) = [c for c in figures[0].axes[0].collections if isinstance(c, LineCollection)]
+    ((_, low), (_, high)) = bar.get_segments()[0]
+    assert (low, high) == (many["latency_ci_low_s"], many["latency_ci_high_s"])
 
 
 def test_samples_that_are_all_equal_are_drawn(build_run: Build, monkeypatch: pytest.MonkeyPatch) -> None:
