@@ -18,6 +18,7 @@ from typing import Any
 
 from commbench import __version__
 from commbench.errors import UsageError
+from commbench.harness.fingerprint import redact
 from commbench.harness.launch import Event, run_launch
 from commbench.harness.launchers import Program, environment_of
 from commbench.measure.settings import Settings
@@ -134,17 +135,18 @@ def run_stage(
     for name, folder in folders.items():
         check_writable(folder)
         side = sides[name]
+        told = {key: None if value is None else redact(key, value) for key, value in side.program.variables.items()}
         manifest = {
             "run_id": f"{directory.parent.name}-{directory.name}-{name}",
             "commbench": __version__,
-            "argv": list(sys.argv),
+            "argv": [redact("", word) for word in sys.argv],
             "started_s": time.time(),
             "outcome": "running",
             "spec": spec.model_dump() | ({"policy": [side.policy]} if side.policy else {}),
             "settings": settings.to_dict(),
             "points_planned": len(points[name]) * pairs,
             "fingerprint": dict(fingerprints[name]),
-            "ab": {"side": name, "python": side.program.python, "variables": dict(side.program.variables)},
+            "ab": {"side": name, "python": side.program.python, "variables": told},
             "launches": [],
         }
         create(folder, manifest, Plan(tuple(points[name]), settings.to_dict()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from commbench.backends.mpi_job import MpiJob, find_job
-from commbench.errors import CommbenchError, LaunchError, SpecError
+from commbench.errors import LaunchError, SpecError, StoreError
 from commbench.harness import binding
 from commbench.harness.launchers import Nodes, Program, sockets
 from commbench.store.run import Plan, create, update_manifest
@@ -116,7 +117,8 @@ def _port(key: str) -> int:
 def run_inside(inside: Inside, plan: Plan, bind: str, out: Path, manifest: Mapping[str, Any]) -> bool:
     """Be a rank of the job, to its end; gives whether it is rank 0. out, manifest: for that one, which alone writes.
 
-    Raises LaunchError on rank 0 when the job cannot go on, with the finished points kept; another rank then ends this
+    Raises LaunchError on rank 0 when the job cannot go on, StoreError when the run cannot be written any more, with the
+    finished points kept; another rank then ends this
     process, since its peers may wait for it.
     """
     os.environ.update(inside.variables())
@@ -136,8 +138,7 @@ def run_inside(inside: Inside, plan: Plan, bind: str, out: Path, manifest: Mappi
         except BaseException:  # noqa: BLE001 - whatever ends a rank is told where its launcher collects words
             traceback.print_exc()
             sys.stderr.flush()
-            (Path(folder) / "plan.json").unlink(missing_ok=True)
-            Path(folder).rmdir()
+            shutil.rmtree(folder, ignore_errors=True)
             os._exit(1)
     return False
 
@@ -168,7 +169,7 @@ def _rank_zero(inside: Inside, out: Path) -> None:
     why = ""
     try:
         _measure(out)
-    except (CommbenchError, RuntimeError, OSError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - as on the other ranks, and rank 0 keeps what is finished
         traceback.print_exc()
         said = str(error).strip().splitlines()
         why = said[0] if said else type(error).__name__
@@ -177,7 +178,10 @@ def _rank_zero(inside: Inside, out: Path) -> None:
         launch.note(event)
     record.update({k: v for k, v in launch.ready.items() if k not in ("time_s", "rank_facts")})
     record.update(ended_s=time.time(), canaries=launch.canaries, exit_code=int(bool(why)), deaths=[why] if why else [])
-    update_manifest(out, launches=[record])
-    to_parquet(out, 0)
+    try:
+        update_manifest(out, launches=[record])
+        to_parquet(out, 0)
+    except OSError as error:
+        raise StoreError(f"{out} cannot be written: {error.strerror or error}; finished points are kept") from error
     if why:
         raise LaunchError(f"the job cannot go on: {why}; finished points are kept in {out}")

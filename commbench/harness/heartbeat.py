@@ -40,6 +40,7 @@ STAGES = (
 # point, and waits for the others to leave it too
 FATAL, STORE_LOST, POINT_LOST = range(3)
 
+_NAME = "commbench-heartbeat"
 _HEADER = 4096
 _RECORD = 8192
 # words of a rank's record
@@ -103,10 +104,10 @@ class Page:
     def create(cls, ranks: int, capacity: int) -> Page:
         """Room for ``ranks`` ranks and blocks of ``capacity`` samples. Raises OSError where there is no memory."""
         if sys.platform == "linux":
-            fd = os.memfd_create("commbench-heartbeat", os.MFD_CLOEXEC)
+            fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
             path = f"/proc/{os.getpid()}/fd/{fd}"
         else:
-            fd, path = tempfile.mkstemp(prefix="commbench-heartbeat-")
+            fd, path = tempfile.mkstemp(prefix=f"{_NAME}-")
         try:
             os.truncate(fd, page_bytes(ranks, capacity))
             page = cls(fd, ranks, capacity, path, owner=True)
@@ -118,7 +119,10 @@ class Page:
 
     @classmethod
     def open(cls, path: str) -> Page:
-        """Raises OSError when the watching command is gone."""
+        """Raises OSError when the watching command is gone, or runs on another host, where its path means nothing."""
+        # the number of a process may be another one's on this host, and its file be anything
+        if sys.platform == "linux" and not str(Path(path).readlink()).startswith(f"/memfd:{_NAME}"):
+            raise OSError(f"{path} is no heartbeat")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             head = memoryview(os.pread(fd, 64, 0)).cast("q")

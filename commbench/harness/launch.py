@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from commbench.errors import LaunchError, StoreError
+from commbench.errors import LaunchError, SpecError, StoreError
 from commbench.harness import mpirun as mpi
 from commbench.harness.heartbeat import BETWEEN, STORE_LOST, VARIABLE, VISITING, Page, Pulse
 from commbench.harness.launchers import Program, environment_of, launch_command, launcher_facts, printable
@@ -106,6 +106,7 @@ class Launch:
     report: Path | None = None  # where the stacks are
     out_of_memory: bool = False
     code: int | None = None  # the launcher's exit status
+    ended_here: bool = False  # the job was ended by this command
     _logs_from: dict[Path, int] = field(default_factory=dict)  # sizes of the logs when this job began
     elsewhere: str = ""  # why the job failed on another host, where it did
 
@@ -131,10 +132,7 @@ class Launch:
         page = Page.create(self.ranks, CAPACITY)
         kills_before = kills_for_memory()
         started = time.monotonic()
-        limits = self.limits
-        if limits.launch_s is not None:
-            limits = replace(limits, launch_s=max(0.0, limits.launch_s - self.already_s))
-        dog = Watchdog(limits, self.ranks, self.points, self.max_time_per_point_s)
+        dog = Watchdog(self.limits, self.ranks, self.points, self.max_time_per_point_s, self.already_s)
         try:
             with self._log.open("ab") as stream:
                 job = subprocess.Popen(
@@ -169,7 +167,7 @@ class Launch:
                     self.code = code
                     return code
                 now = time.monotonic()
-                trouble = dog.look(self.pulses, now, state_of)
+                trouble = dog.look(self.pulses, now, state_of, heard=bool(self.ready))
                 self.lasted_s = dog.lasted_s
                 if trouble is None and others is not None and (why := others.trouble()):
                     trouble = Trouble("node", why)
@@ -182,6 +180,7 @@ class Launch:
                     if trouble.kind in ("hang", "start", "launch"):
                         self.pulses = page.pulses()
                         self._look_at_stacks(trouble)
+                    self.ended_here = True
                     end_job(job, page.pulses())
                     continue
                 measuring = self.trouble is None and any(p.stage in (VISITING, BETWEEN) for p in self.pulses)
@@ -258,7 +257,9 @@ class Launch:
     @property
     def launcher_killed(self) -> bool:
         """Whether the launcher itself was killed, and nothing that its ranks did was the reason."""
-        return self.trouble is None and not self._errors and self.code is not None and self.code < 0
+        # its ranks end with it, and may have been seen dead before it was
+        alone = self.trouble is None or (self.trouble.kind == "dead" and not self.ended_here)
+        return alone and not self._errors and self.code is not None and self.code < 0
 
     @property
     def store_lost(self) -> str:
@@ -297,6 +298,8 @@ class Launch:
         return f"{here}; {self.elsewhere}" if self.timed_out else nearest_cause(here, [self.elsewhere])
 
     def _failure_here(self) -> str:
+        if self.launcher_killed and self.code is not None:
+            return f"{self.program.launcher} was killed by {signal.Signals(-self.code).name}"
         if self.trouble is not None and self.trouble.kind != "dead":
             parts = [_by_rank(rank, text) for _, rank, text in self._errors[:1]] + [self.trouble.text]
             if self.stopped is not None:
@@ -304,8 +307,6 @@ class Launch:
             if self.report is not None:
                 parts.append(f"stacks: {schema.LOGS_DIR}/{self.report.name}")
             return "; ".join(parts)
-        if self.launcher_killed and self.code is not None:
-            return f"{self.program.launcher} was killed by {signal.Signals(-self.code).name}"
         told = _text(self._log, self._logs_from)
         if self.program.launcher == "mpirun":
             cause, killed = mpi.cause(told), mpi.killed_process(told)
@@ -395,6 +396,15 @@ def left_over(
     return [order for order, point in ordered if point.point_id not in done]
 
 
+def refuse_external(program: Program) -> None:
+    """Raise SpecError where the ranks are those of an outside launcher: this command can start no job of them."""
+    if program.launcher == "external":
+        raise SpecError(
+            "--launcher external: the ranks are started by somebody else, once; only a new `commbench sweep` inside "
+            "them can measure so. Here take --launcher torchrun or mpirun"
+        )
+
+
 def run_launch(
     directory: Path,
     index: int,
@@ -412,12 +422,14 @@ def run_launch(
     record for the manifest.
 
     Raises LaunchError when the job cannot start, with the ranks' own error, when it dies again and again between
-    points, or when the launch takes longer than its limit; StoreError when the ranks cannot write their results.
+    points, or when the launch takes longer than its limit; StoreError when the ranks cannot write their results;
+    SpecError where an outside launcher is to start the ranks, since only that can do it.
     """
     from commbench.harness.order import shuffled
 
     plan = Plan.load(directory)
     program, limits = program or Program(), limits or Limits()
+    refuse_external(program)
     ordered = shuffled(plan.points, int(plan.settings["seed"]), index)
     points = dict(ordered)
     manifest = open_run(directory).manifest
@@ -433,7 +445,7 @@ def run_launch(
     }
     _refuse_deadly(directory, index, points, manifest, again)
     work = left_over(directory, index, ordered, again)
-    deaths, lasted = 0, 0.0
+    deaths, lasted, came_up = 0, 0.0, False
     try:
         while work:
             write_work(directory, index, work)
@@ -445,6 +457,7 @@ def run_launch(
             lasted += launch.lasted_s
             record.update({k: v for k, v in launch.ready.items() if k not in ("time_s", "rank_facts")}, exit_code=code)
             if launch.ready:
+                came_up = True
                 record.setdefault("startup_s", launch.startup_s)
                 record.setdefault("startups_s", []).append(launch.startup_s)
                 _keep_rank_facts(directory, launch.ready["rank_facts"])
@@ -456,14 +469,15 @@ def run_launch(
             why = launch.failure()
             record["deaths"].append(why)
             deaths = 1 if launch.finished else deaths + 1
-            if not launch.ready and ("startup_s" not in record or deaths >= MOST_DEATHS):
+            # also a point that a rank died in may have its result by now, which then stands
+            work = left_over(directory, index, ordered, again)
+            if launch.trouble is not None and launch.trouble.kind == "launch":
+                raise LaunchError(
+                    f"launch {index}: {why}; {len(work)} points have no result: sweep --resume goes on with them"
+                )
+            if not launch.ready and (not came_up or deaths >= MOST_DEATHS):
                 raise LaunchError(
                     f"launch {index} could not start: {why}; the ranks' output is in {directory / schema.LOGS_DIR}"
-                )
-            if launch.trouble is not None and launch.trouble.kind == "launch":
-                left = len(left_over(directory, index, ordered, again))
-                raise LaunchError(
-                    f"launch {index}: {why}; {left} points have no result: sweep --resume goes on with them"
                 )
             blamed = None if launch.launcher_killed else _blame(directory, index, points, launch, why, work)
             if blamed is not None:
@@ -478,16 +492,26 @@ def run_launch(
     finally:
         record["ended_s"] = time.time()
         if not stopping.hurried:
-            _close_launch(directory, index, record)
+            _close_launch(directory, index, record, unrepeated(directory, index, ordered, again))
 
 
-def _close_launch(directory: Path, index: int, record: dict[str, Any]) -> None:
+def unrepeated(
+    directory: Path, index: int, ordered: Sequence[tuple[int, Point]], again: Again = NOTHING_AGAIN
+) -> set[str]:
+    """Points that were to be measured again in this launch and have no new result: their old rows count."""
+    wanted = {point for launch, point in again.pairs if launch == index}
+    left = set(left_over(directory, index, ordered, again)) if wanted else set()
+    return {point.point_id for order, point in ordered if order in left and point.point_id in wanted}
+
+
+def _close_launch(directory: Path, index: int, record: dict[str, Any], without: Collection[str]) -> None:
+    """without: points whose new samples do not count."""
     from commbench.store.samples import to_parquet  # numpy, which `sweep --dry-run` does without
 
     remove_work(directory)
     others = [r for r in open_run(directory).manifest.get("launches", []) if r["launch"] != index]
     update_manifest(directory, launches=sorted([*others, record], key=lambda r: int(r["launch"])))
-    to_parquet(directory, index)
+    to_parquet(directory, index, without)
 
 
 def _keep_rank_facts(directory: Path, facts: dict[str, Any]) -> None:

@@ -206,7 +206,11 @@ class Head:
 
     def _greet(self, link: socket.socket) -> None:
         """Take a newcomer in, or tell it why not."""
-        connection = Connection(link)
+        try:
+            connection = Connection(link)
+        except OSError:  # it has gone already
+            link.close()
+            return
         hello = connection.receive(10.0)
         try:
             if hello is None:
@@ -225,8 +229,10 @@ class Head:
                 if before is None and hello.get("again"):
                     raise ValueError("it is of another run")
                 connection.send(do="welcome")
-                self._members[facts.node] = _Member(facts, connection, token)
-        except (KeyError, TypeError, ValueError) as error:
+                # the job that ran when it was lost cannot go on, also where this side has not noticed yet
+                why = "" if before is None else before.reason or "was lost, and is back" * before.running
+                self._members[facts.node] = _Member(facts, connection, token, reason=why)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             connection.send(do="refuse", why=str(error))
             time.sleep(0.2)  # for the words to arrive before the end does
             connection.close()
@@ -355,12 +361,14 @@ class Head:
 
     def finish(self, code: int, text: str) -> None:
         """Tell the others how the sweep ended, and let go of them."""
-        for member in self._members.values():
+        with self._change:  # one may be joining
+            members = list(self._members.values())
+        for member in members:
             member.connection.send(do="finish", code=code, text=text)
         deadline = time.monotonic() + 2.0
-        while time.monotonic() < deadline and any(not m.connection.lost for m in self._members.values()):
+        while time.monotonic() < deadline and any(not m.connection.lost for m in members):
             time.sleep(0.02)
-        for member in self._members.values():
+        for member in members:
             member.connection.close()
         if self._listener is not None and self._accepting is not None:
             with contextlib.suppress(
@@ -425,6 +433,10 @@ class _Part:
             self.connection.put_back(message)  # for the loop that started this job
             self.asked = True
             return "node 0 has ended"
+        if message is not None and message.get("do") == "start":  # it has waited for this job's end long enough
+            self.connection.put_back(message)
+            self.asked = True
+            return "node 0 has begun another job"
         return ""
 
     def end(self, failed: bool) -> str:
@@ -483,11 +495,10 @@ def _join(
     why = ""
     while True:
         try:
-            link = socket.create_connection((host, port), timeout=min(5.0, within_s))
+            connection = Connection(socket.create_connection((host, port), timeout=min(5.0, within_s)))
         except OSError as error:
             why = error.strerror or str(error)
         else:
-            connection = Connection(link)
             connection.send(facts=facts.to_dict(), count=count, time_s=time.time(), token=token, again=again)
             answer = connection.receive(10.0)
             if answer is not None and answer.get("do") == "welcome":

@@ -17,7 +17,8 @@ from typing import Any
 from commbench import __version__
 from commbench.errors import CommbenchError, StoreError, UsageError
 from commbench.harness.comparable import compare_manifests
-from commbench.harness.launch import Again
+from commbench.harness.fingerprint import redact
+from commbench.harness.launch import NOTHING_AGAIN, Again, unrepeated
 from commbench.harness.order import shuffled
 from commbench.store import schema
 from commbench.store.run import PLAN, Plan, open_run
@@ -27,6 +28,8 @@ from commbench.types import Point
 RETRIED = ("failed", "timeout", "wrong", "unsteady")
 # of a spec, what may be another when a run goes on: it changes no number
 _FREE = ("name", "description", "point_timeout", "launch_timeout")
+# what commbench writes under before it gives a file its name: JSON, Parquet, the page, torchrun's folder in logs
+_TEMPORARIES = (".*.json.*", ".*.parquet.tmp", ".*.html.tmp", ".launch-*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +101,16 @@ def differences(work: Unfinished, spec: SweepSpec | None, machine: Mapping[str, 
     return found + list(compared.refusals) + [note for note in compared.notes if note.startswith("versions.")]
 
 
-def record_of(differences: Sequence[str], retry: Sequence[str], argv: Sequence[str]) -> dict[str, Any]:
+def record_of(
+    differences: Sequence[str], retry: Sequence[str], argv: Sequence[str], again: Again = NOTHING_AGAIN
+) -> dict[str, Any]:
     """What the manifest keeps of a run's going on."""
     return {
         "resumed_s": time.time(),
         "commbench": __version__,
-        "argv": ["commbench", *argv[1:]],
+        "argv": ["commbench", *(redact("", word) for word in argv[1:])],
         "retry": list(retry),
+        "again": {"pairs": sorted(again.pairs), "offset": again.offset},
         "forced": list(differences),
     }
 
@@ -130,16 +136,31 @@ def held(directory: Path) -> Iterator[None]:
 
 
 def remove_temporaries(directory: Path) -> None:
-    """Take away what a command left in its run's folder that was killed while it wrote: all names with a dot are such.
+    """Take away what a command left in its run's folder that was killed while it wrote, and nothing of the user's.
 
     The caller holds the run.
     """
     for folder in (directory, directory / schema.SAMPLES_DIR, directory / schema.LOGS_DIR):
-        for path in folder.glob(".*"):
+        for path in {found for pattern in _TEMPORARIES for found in folder.glob(pattern)}:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
-                path.unlink()
+                path.unlink(missing_ok=True)
+
+
+def settle_samples(work: Unfinished) -> None:
+    """Where a command was killed while it repeated points: turn its logs into Parquet, without the samples of points
+    that have no new row, so that rows and samples belong together. The caller holds the run."""
+    from commbench.store.samples import to_parquet
+
+    told = (work.manifest.get("resumed") or [{}])[-1].get("again")
+    if told is None:
+        return
+    again = Again(frozenset((int(launch), str(point)) for launch, point in told["pairs"]), int(told["offset"]))
+    seed = int(work.plan.settings["seed"])
+    for launch in {launch for launch, _ in again.pairs}:
+        ordered = shuffled(work.plan.points, seed, launch)
+        to_parquet(work.directory, launch, unrepeated(work.directory, launch, ordered, again))
 
 
 def kept_after(error: BaseException, directory: Path) -> CommbenchError:

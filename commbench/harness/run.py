@@ -18,10 +18,18 @@ from commbench import __version__
 from commbench.errors import LaunchError, SpecError, StoreError, UsageError
 from commbench.harness import binding
 from commbench.harness.fingerprint import fingerprint, redact
-from commbench.harness.launch import NOTHING_AGAIN, Again, Event, run_launch
+from commbench.harness.launch import NOTHING_AGAIN, Again, Event, refuse_external, run_launch
 from commbench.harness.launchers import Nodes, OtherHosts, Program, launch_command
 from commbench.harness.mpirun import binds, find_mpirun
-from commbench.harness.resume import Unfinished, differences, held, kept_after, record_of, remove_temporaries
+from commbench.harness.resume import (
+    Unfinished,
+    differences,
+    held,
+    kept_after,
+    record_of,
+    remove_temporaries,
+    settle_samples,
+)
 from commbench.harness.supervisor import Limits, interruptible, stopping
 from commbench.harness.tracing import launch_span
 from commbench.measure.settings import Settings
@@ -256,13 +264,20 @@ def resume(
     """Measure what a run has left, with its own spec, seed and order; gives it opened.
 
     retry, changed: for the record, which statuses are repeated, and what of ``refuse_another`` was overridden. Raises
-    StoreError when another process measures into the run, and what ``execute`` raises.
+    StoreError when another process measures into the run or it cannot be written, SpecError for a run inside ranks of
+    an outside launcher, and what ``execute`` raises.
     """
     out = work.directory
+    refuse_external(program_of(work.spec))
     with interruptible(), held(out):
-        remove_temporaries(out)
-        history = [*work.manifest.get("resumed", []), record_of(changed, retry, list(argv) or sys.argv)]
-        update_manifest(out, outcome="running", resumed=history, error=None)
+        try:
+            remove_temporaries(out)
+            settle_samples(work)
+            record = record_of(changed, retry, list(argv) or sys.argv, work.again)
+            history = [*work.manifest.get("resumed", []), record]
+            update_manifest(out, outcome="running", resumed=history, error=None)
+        except OSError as error:
+            raise kept_after(error, out) from error
         _measure(out, work.spec, work.left, on_event, limits or limits_of(work.spec), work.again, others)
     return open_run(out)
 

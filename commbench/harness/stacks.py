@@ -6,6 +6,7 @@ holds. A rank that is stopped is continued for that. The native stack and the ke
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -96,9 +97,10 @@ def collect(directory: Path, launch: int, pulses: Sequence[Pulse]) -> list[RankS
     kernels = {p.rank: _kernel(p.pid) for p in pulses}
     for pulse in pulses:
         if states[pulse.rank]:
-            os.kill(pulse.pid, STACK_SIGNAL)
-            if states[pulse.rank] == "T":
-                os.kill(pulse.pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                os.kill(pulse.pid, STACK_SIGNAL)
+                if states[pulse.rank] == "T":
+                    os.kill(pulse.pid, signal.SIGCONT)
     texts: dict[int, str] = {}
     deadline = time.monotonic() + STACKS_WITHIN_S
     while time.monotonic() < deadline and len(texts) < sum(map(bool, states.values())):

@@ -69,8 +69,17 @@ class Trouble:
 class Watchdog:
     """Looks at the pulses again and again; says when something is wrong, once."""
 
-    def __init__(self, limits: Limits, ranks: int, points: Mapping[int, Point], max_time_per_point_s: float) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        ranks: int,
+        points: Mapping[int, Point],
+        max_time_per_point_s: float,
+        already_s: float = 0.0,
+    ) -> None:
+        """already_s: what earlier jobs of the launch have taken of its time."""
         self._limits, self._ranks, self._points = limits, ranks, points
+        self._already_s = already_s
         self._max_time_s = max_time_per_point_s
         self._last: float | None = None
         self._total = 0.0
@@ -84,8 +93,12 @@ class Watchdog:
         """Seconds of watching so far."""
         return self._total
 
-    def look(self, pulses: Sequence[Pulse], now_s: float, state: Callable[[Pulse], str]) -> Trouble | None:
-        """pulses: of the ranks that have joined. state: the kernel's letter for a rank's process, "" if it is gone."""
+    def look(
+        self, pulses: Sequence[Pulse], now_s: float, state: Callable[[Pulse], str], heard: bool = False
+    ) -> Trouble | None:
+        """pulses: of the ranks that have joined. state: the kernel's letter for a rank's process, "" if it is gone.
+        heard: rank 0 is known to measure, though perhaps on a host from which no pulse comes; then only the limit of
+        the launch counts."""
         passed = 0.0 if self._last is None else min(now_s - self._last, FOREIGN_S)
         self._last = now_s
         self._total += passed
@@ -101,10 +114,13 @@ class Watchdog:
         self._gone = self._gone + passed if pulses and len(gone) == len(pulses) else 0.0
         if self._gone > LINGER_S:
             return Trouble("linger", f"its ranks are done, but the launcher did not end within {LINGER_S:.0f} s")
-        if self._limits.launch_s is not None and self._total > self._limits.launch_s and not gone:
-            what = "took longer than its limit of" if self._came_up else "did not come up within"
-            kind = "launch" if self._came_up else "start"
+        if self._limits.launch_s is not None and self._already_s + self._total > self._limits.launch_s and not gone:
+            measured = self._came_up or heard or self._already_s > 0
+            what = "took longer than its limit of" if measured else "did not come up within"
+            kind = "launch" if measured else "start"
             return Trouble(kind, f"the launch {what} {self._limits.launch_s:g} s", (), order)
+        if heard and not pulses:
+            return None
         self._came_up = self._came_up or any(p.stage in (VISITING, BETWEEN, FINISHING, DONE) for p in pulses)
         stopped = [rank for rank, letter in states.items() if letter == "T"]
         self._stopped = self._stopped + passed if stopped else 0.0

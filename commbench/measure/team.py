@@ -172,7 +172,8 @@ class PageTeam(Team):
                 handle, path = _file()
                 os.posix_fallocate(handle, 0, bytes_needed)
             except OSError as error:
-                what = f"no room for {bytes_needed} bytes of shared memory in {path.parent}"
+                where = path.parent if path.name else Path("/dev/shm")
+                what = f"no room for {bytes_needed} bytes of shared memory in {where}"
                 problem = f"{what}: {error.strerror}; {_REMEDY}"
         path = Path(objects.all_gather((str(path), problem))[0][0])
         page = None
@@ -187,7 +188,7 @@ class PageTeam(Team):
             if handle >= 0:
                 os.close(handle)
         answers = objects.all_gather((problem, os.getpid()))
-        if rank == 0:
+        if rank == 0 and path.name:
             path.unlink(missing_ok=True)
         for other, (text, _) in enumerate(answers):
             if text:

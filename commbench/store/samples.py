@@ -139,10 +139,11 @@ def _columns(header: dict[str, Any], body: bytes, launch: int) -> dict[str, Any]
     }
 
 
-def to_parquet(directory: Path, launch: int) -> None:
+def to_parquet(directory: Path, launch: int, without: Collection[str] = ()) -> None:
     """Turn a launch's log into ``samples/launch-<k>.parquet``, a block at a time, then remove the log.
 
-    Where that file is there already (a run that was resumed), its points stay, but for those in the log.
+    Where that file is there already (a run that was resumed), its points stay, but for those in the log. without:
+    points of the log that do not count, because their repetition was not finished: what was kept of them stays.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -161,10 +162,12 @@ def to_parquet(directory: Path, launch: int) -> None:
 
     def tables() -> Iterator[Any]:
         if target.exists():
-            yield from _kept(target, {header["point_id"] for *_, header in _headers(log)})
+            yield from _kept(target, {header["point_id"] for *_, header in _headers(log)} - set(without))
         pending: list[dict[str, Any]] = []
         rows = 0
         for header, body in _blocks(log):
+            if header["point_id"] in without:
+                continue
             pending.append(_columns(header, body, launch))
             rows += len(pending[-1]["rank"])
             if rows >= ROWS_AT_ONCE:

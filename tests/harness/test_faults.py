@@ -46,7 +46,8 @@ def only_on(rank: int, **what: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def survived(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
-    """One sweep of six points, four of which go wrong in four ways on rank 1; it needs five jobs."""
+    """One sweep of six points, four of which go wrong in four ways on rank 1; it needs four jobs, and a fifth where a
+    good point is left when the last one has gone wrong."""
     sweep = Sweep(tmp_path_factory.mktemp("faults"))
     sweep.script = only_on(1, die="broadcast", segv="all_gather", stop="reduce_scatter", hang="all_to_all")
     code, stderr = sweep.run(collectives="all_reduce,broadcast,all_gather,reduce_scatter,all_to_all,scatter")
@@ -60,7 +61,8 @@ def test_bad_points_cost_themselves_and_nothing_else(survived: Sweep) -> None:
     assert rows["all_reduce"]["status"] == rows["scatter"]["status"] == "ok"
     run = open_run(survived.directory)
     assert run.manifest["outcome"] == "complete"
-    assert len(run.manifest["launches"][0]["startups_s"]) == 5
+    assert len(run.manifest["launches"][0]["startups_s"]) in (4, 5)
+    assert len(run.manifest["launches"][0]["deaths"]) == 4
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,44 @@ def test_a_host_that_was_lost_comes_back_with_its_token_only(
     assert other.outcome == (0, "")
 
 
+def test_a_host_that_comes_back_before_its_loss_was_noticed_ends_the_job(port: int, said: list[str]) -> None:
+    head = head_of(port, 2, said)
+    head.open()
+    other = Node(port, 1, 2)
+    head.gather(10.0)
+    try:
+        head.begin(0)
+        wait(lambda: other.ran)
+        member = head._members[1]
+        member.connection.close()
+        wait(lambda: head._members[1] is not member)
+        assert head.trouble() == f"{facts(1).name}: was lost, and is back"
+        head.begin(0)
+        assert head.trouble() == ""
+    finally:
+        head.finish(0, "")
+    other.join(10)
+    assert other.outcome == (0, "")
+
+
+def test_the_next_jobs_start_ends_a_part_that_goes_on_and_is_not_lost(port: int, said: list[str]) -> None:
+    head = head_of(port, 2, said)
+    head.open()
+    other = Node(port, 1, 2, until_told=True)
+    head.gather(10.0)
+    try:
+        head.begin(0)
+        wait(lambda: other.ran)
+        head.begin(1)
+        wait(lambda: len(other.ran) == 2)
+        assert [launch for launch, *_ in other.ran] == [0, 1]
+        assert head.end(failed=True) == ""
+    finally:
+        head.finish(0, "")
+    other.join(10)
+    assert other.outcome == (0, "")
+
+
 def test_a_host_that_stays_lost_ends_the_launch_with_its_name(
     port: int, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,16 +8,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from commbench.errors import StoreError, UsageError
+from commbench.errors import SpecError, StoreError, UsageError
 from commbench.harness import resume as module
-from commbench.harness.launch import Again, left_over
+from commbench.harness.launch import Again, left_over, run_launch, unrepeated
+from commbench.harness.launchers import Program
 from commbench.harness.order import shuffled
-from commbench.harness.resume import differences, held, parse_retry, remove_temporaries, unfinished
-from commbench.harness.run import new_manifest, prepare, refuse_another
+from commbench.harness.resume import (
+    differences,
+    held,
+    parse_retry,
+    record_of,
+    remove_temporaries,
+    settle_samples,
+    unfinished,
+)
+from commbench.harness.run import new_manifest, prepare, refuse_another, resume
 from commbench.harness.work import read_work, remove_work, write_work
 from commbench.store.run import Plan, PointLog, create, open_run, row_of, update_manifest
+from commbench.store.samples import SampleLog, to_parquet
 from commbench.sweep import make_spec
 from commbench.types import Point
 
@@ -165,6 +176,54 @@ def test_what_a_killed_command_left_half_written_is_taken_away(run: Path) -> Non
     (run / "logs" / ".launch-0" / "x").mkdir(parents=True)
     remove_temporaries(run)
     assert set(run.rglob("*")) == names
+    (run / ".git").mkdir()
+    (run / ".notes").write_text("the user's own")
+    remove_temporaries(run)
+    assert set(run.rglob("*")) == names | {run / ".git", run / ".notes"}
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_point_whose_repetition_was_not_finished_keeps_its_row_and_its_samples(run: Path, killed: bool) -> None:
+    points = measured(run, 0, range(3), "unsteady")
+
+    def sample(log: SampleLog, point: Point, first_ns: int) -> None:
+        log.append(point.point_id, 0, np.array([[first_ns]]), np.array([[first_ns + 1]]), np.array([[True]]))
+
+    log = SampleLog(run, 0)
+    for point in points:
+        sample(log, point, 10)
+    log.close()
+    to_parquet(run, 0)
+    work = unfinished(run, ["unsteady"])
+    measured(run, 0, range(1), "ok")  # the first one was repeated, the second one begun
+    log = SampleLog(run, 0)
+    for point in points[:2]:
+        sample(log, point, 20)
+    log.close()
+    left = unrepeated(run, 0, shuffled(work.plan.points, 7, 0), work.again)
+    assert left == {p.point_id for p in points[1:]}
+    if killed:  # the command did not come to it; the next one does
+        update_manifest(run, resumed=[record_of([], ["unsteady"], ["x"], work.again)])
+        settle_samples(unfinished(run))
+    else:
+        to_parquet(run, 0, left)
+    assert not list((run / "samples").glob("*.bin"))
+    assert [open_run(run).samples(p.point_id)["start_ns"].tolist() for p in points] == [[20], [10], [10]]
+
+
+def test_the_record_of_going_on_holds_no_secret() -> None:
+    record = record_of([], [], ["x", "sweep", "--otlp-endpoint", "http://me:hush@collector:4318"])
+    assert "hush" not in str(record)
+    assert "collector" in str(record)
+
+
+def test_a_run_inside_an_outside_launchers_ranks_does_not_go_on(run: Path) -> None:
+    update_manifest(run, spec=open_run(run).manifest["spec"] | {"launcher": "external"}, outcome="failed")
+    with pytest.raises(SpecError, match="somebody else"):
+        resume(unfinished(run), lambda event: None)
+    assert open_run(run).manifest["outcome"] == "failed"
+    with pytest.raises(SpecError, match="somebody else"):  # it would start the command that runs, again and again
+        run_launch(run, 0, 2, lambda event: None, Program(launcher="external"))
 
 
 def test_the_ranks_are_told_what_to_measure_and_refuse_what_is_anothers(run: Path) -> None:

@@ -146,6 +146,26 @@ def test_a_launch_that_works_on_past_its_limit_is_told() -> None:
     assert (trouble.kind, trouble.order) == ("launch", 4)
 
 
+def test_the_limit_of_a_launch_counts_its_earlier_jobs_and_is_named_in_full() -> None:
+    dog = Watchdog(Limits(launch_s=10.0), 2, {3: POINT}, 0.5, already_s=9.0)
+    starting = [pulse(0, stage=STARTING), pulse(1, stage=STARTING)]
+    assert dog.look(starting, 0.0, lambda p: "S") is None
+    assert dog.look(starting, 0.9, lambda p: "S") is None
+    trouble = dog.look(starting, 1.8, lambda p: "S")
+    assert trouble is not None
+    assert (trouble.kind, trouble.text) == ("launch", "the launch took longer than its limit of 10 s")
+    assert dog.lasted_s == 1.8
+
+
+def test_ranks_that_all_run_on_other_hosts_have_the_limit_of_the_launch_only() -> None:
+    for limits, kinds in ((Limits(), [None, "start"]), (Limits(launch_s=400.0), ["launch", "start"])):
+        for heard, kind in zip((True, False), kinds, strict=True):
+            dog = Watchdog(limits, 2, {3: POINT}, 0.5)
+            looks = [dog.look([], float(t), lambda p: "S", heard=heard) for t in range(500)]
+            trouble = next((found for found in looks if found is not None), None)
+            assert (None if trouble is None else trouble.kind) == kind
+
+
 def test_a_rank_that_is_stopped_before_its_first_point_is_not_waited_for_as_long_as_one_that_starts() -> None:
     trouble = Watched(point_s=3.0).after(4, [pulse(0, stage=STARTING), pulse(1, stage=STARTING)], {1: "T"})
     assert trouble is not None
@@ -259,6 +279,14 @@ def test_a_rank_that_comes_too_late_cannot_join(page: Page) -> None:
     with pytest.raises(OSError, match="given this launch up"):
         join(0, {"COMMBENCH_HEARTBEAT": page.path})
     assert join(0, {}) is None
+
+
+def test_a_path_that_is_something_else_on_this_host_is_no_page(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(bytes(1 << 16))
+    with other.open("rb") as file, pytest.raises(OSError, match="no heartbeat"):
+        Page.open(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+    assert other.read_bytes() == bytes(1 << 16)
 
 
 def test_a_page_leaves_nothing_behind() -> None:
