@@ -57,9 +57,8 @@ class _AcceleratorBackend(TorchDistBackend):
     def availability(cls, device: str) -> Availability:
         vendor = VENDORS[cls.device]
         if device != cls.device:
-            return Availability(
-                False, f"it is for {cls.device}, the group is on {device}", f"run it on a machine with {cls.device}"
-            )
+            how = f"use it through GroupCoordinator on a machine with {cls.device}; sweeps do not time {cls.device} yet"
+            return Availability(False, f"it is for {cls.device}, the group is on {device}", how)
         try:
             module = device_module(cls.device)
         except (ImportError, RuntimeError) as error:

@@ -254,7 +254,7 @@ def _backends(machine: Machine) -> list[Note]:
     unproven = [name for name in machine.backends if name not in HARDWARE_PROVEN]
     if unproven:
         what = f"not run on hardware yet, tested through their call paths: {', '.join(unproven)}"
-        how = "on a machine with a GPU: ./run_bench.sh gpu-check"
+        how = "on a machine with NVIDIA or AMD GPUs: ./run_bench.sh gpu-check, which tries those for them"
         notes.append(Note("backends", "proof", NOTE, what, how))
     return notes
 
