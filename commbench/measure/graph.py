@@ -129,6 +129,9 @@ def capture_graphs(
         for length in lengths
     ]
     ranks.barrier()  # all have captured: a rank that could not has said so, before any stream waits for its barriers
+    for graph in graphs:  # a first launch puts the graph on the device: that may wait, so no stream may be held
+        graph.replay()
+    device.synchronize()
     return Graphs(kind, lengths, tuple(graphs))
 
 
