@@ -218,6 +218,7 @@ def _resume(
     if dry_run:
         return 0
     if not total:
+        harness.conclude(work)
         return _finish(directory, as_json, quiet, False, None)
     look.check(work.plan.settings["device"])
     estimate_s = harness.estimate_s(Expansion(tuple(p for _, p in work.points), {}), waiting) / waiting.launches

@@ -33,7 +33,10 @@ def part_of(plan: Plan, ranks: int, limits: Limits, out: Path | None) -> Iterato
             points = dict(shuffled(plan.points, int(plan.settings["seed"]), launch))
             longest = float(plan.settings.get("max_time_per_point_s", 1.0))
             job = Launch(folder, launch, ranks, points, program, limits, longest)
-            code = job.run(lambda event: None)
+            try:
+                code = job.run(lambda event: None)
+            except OSError as error:
+                return f"{error.filename or folder} cannot be written: {error.strerror or error}"
             return "" if code == 0 else job.failure()
 
         yield run_part

@@ -149,18 +149,20 @@ def remove_temporaries(directory: Path) -> None:
 
 
 def settle_samples(work: Unfinished) -> None:
-    """Where a command was killed while it repeated points: turn its logs into Parquet, without the samples of points
-    that have no new row, so that rows and samples belong together. The caller holds the run."""
+    """Turn the logs of samples into Parquet that a killed command left, of launches that have nothing left to measure
+    or in which it repeated points. Samples of a repetition without a new row are left out, so that rows and samples
+    belong together. The caller holds the run."""
     from commbench.store.samples import to_parquet
 
-    told = (work.manifest.get("resumed") or [{}])[-1].get("again")
-    if told is None:
-        return
+    told = (work.manifest.get("resumed") or [{}])[-1].get("again", {"pairs": (), "offset": 0})
     again = Again(frozenset((int(launch), str(point)) for launch, point in told["pairs"]), int(told["offset"]))
+    repeated = {launch for launch, _ in again.pairs}
     seed = int(work.plan.settings["seed"])
-    for launch in {launch for launch, _ in again.pairs}:
-        ordered = shuffled(work.plan.points, seed, launch)
-        to_parquet(work.directory, launch, unrepeated(work.directory, launch, ordered, again))
+    for log in sorted((work.directory / schema.SAMPLES_DIR).glob("launch-*.bin")):
+        launch = int(log.stem.partition("-")[2])
+        if launch in repeated or launch not in work.left:  # others are turned when they are over
+            ordered = shuffled(work.plan.points, seed, launch)
+            to_parquet(work.directory, launch, unrepeated(work.directory, launch, ordered, again))
 
 
 def kept_after(error: BaseException, directory: Path) -> CommbenchError:

@@ -32,6 +32,7 @@ from commbench.harness.resume import (
 )
 from commbench.harness.supervisor import Limits, interruptible, stopping
 from commbench.harness.tracing import launch_span
+from commbench.harness.work import remove_work
 from commbench.measure.settings import Settings
 from commbench.native.segment import remove_stale
 from commbench.policy import load_policy
@@ -280,6 +281,22 @@ def resume(
             raise kept_after(error, out) from error
         _measure(out, work.spec, work.left, on_event, limits or limits_of(work.spec), work.again, others)
     return open_run(out)
+
+
+def conclude(work: Unfinished) -> None:
+    """Close a run that has nothing left to measure, where its command was ended before it could. Raises StoreError."""
+    out = work.directory
+    if work.manifest.get("outcome") == "complete":
+        return
+    try:
+        with held(out):
+            remove_temporaries(out)
+            remove_work(out)
+            settle_samples(work)
+            update_manifest(out, error=None)
+            close_run(out, "complete")
+    except OSError as error:
+        raise kept_after(error, out) from error
 
 
 def _measure(

@@ -25,7 +25,7 @@ from commbench.harness.resume import (
     settle_samples,
     unfinished,
 )
-from commbench.harness.run import new_manifest, prepare, refuse_another, resume
+from commbench.harness.run import conclude, new_manifest, prepare, refuse_another, resume
 from commbench.harness.work import read_work, remove_work, write_work
 from commbench.store.run import Plan, PointLog, create, open_run, row_of, update_manifest
 from commbench.store.samples import SampleLog, to_parquet
@@ -209,6 +209,21 @@ def test_a_point_whose_repetition_was_not_finished_keeps_its_row_and_its_samples
         to_parquet(run, 0, left)
     assert not list((run / "samples").glob("*.bin"))
     assert [open_run(run).samples(p.point_id)["start_ns"].tolist() for p in points] == [[20], [10], [10]]
+
+
+def test_a_run_whose_command_was_killed_after_its_last_point_is_closed(run: Path) -> None:
+    for launch in (0, 1):
+        points = measured(run, launch, range(10))
+    log = SampleLog(run, 1)
+    log.append(points[0].point_id, 0, np.array([[1]]), np.array([[2]]), np.array([[True]]))
+    log.close()
+    write_work(run, 1, [9])
+    assert open_run(run).manifest["outcome"] == "running"
+    conclude(unfinished(run))
+    assert open_run(run).manifest["outcome"] == "complete"
+    assert open_run(run).manifest["statuses"] == {"ok": 20}
+    assert {p.name for p in run.rglob("*.parquet")} == {"points.parquet", "launch-1.parquet"}
+    assert not (run / "work.json").exists()
 
 
 def test_the_record_of_going_on_holds_no_secret() -> None:
