@@ -49,7 +49,7 @@ def test_a_rank_that_does_not_come_ends_the_set_up_after_the_timeout(monkeypatch
         come.wait(10)
         return pynccl.SUCCESS
 
-    with pytest.raises(BackendUnavailable, match="another rank did not answer within 0.05 s") as caught:
+    with pytest.raises(BackendUnavailable, match=r"another rank did not answer within 0\.05 s") as caught:
         communicator(init, 0.05)
     assert isinstance(caught.value.__cause__, PeerLost)
     come.set()
