@@ -134,6 +134,8 @@ class Backend(ABC):
 
     name: ClassVar[str]
     collectives: ClassVar[frozenset[str]]
+    # Other ranks open the memory of captured inputs for good: freed and given out anew, it could not be opened again
+    opens_inputs: ClassVar[bool] = False
 
     def __init__(self, group: Group) -> None:
         self.group = group

@@ -213,6 +213,7 @@ class CustomAllReduceBackend(Backend):
 
     name = "ca"
     collectives = frozenset({"all_reduce"})
+    opens_inputs = True
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)

@@ -95,6 +95,7 @@ class Meter:
         gpu = None if self._device is None else gpu_reader(self._device.identity.rpartition(" ")[2])
         self._noise = noise_module.NoiseMeter(gpu=gpu)
         self._rng = np.random.default_rng(settings.seed)
+        self._opened: list[torch.Tensor] = []  # must not be freed while their backend lives (Backend.opens_inputs)
 
     # ---- the launch ---------------------------------------------------------------------------------------
 
@@ -241,7 +242,10 @@ class Meter:
             return
         s.decision = json.dumps(decision.to_dict())
         if point.collective == NUMERIC:
-            s.quantised = s.buffers[0].quantised = coordinator.backend(decision.picked).quantised
+            backend = coordinator.backend(decision.picked)
+            s.quantised = s.buffers[0].quantised = backend.quantised
+            if point.mode == "graph" and backend.opens_inputs:
+                self._opened += [b.input for b in s.buffers if b.input is not None]
         self._observer.decided(decision.picked)
         timing.prepare(s, decision.picked)
         for extra in s.buffers[1:]:

@@ -129,6 +129,7 @@ class DeviceBackend(Backend):
 
     name = "scripted_device"
     collectives = TorchDistBackend.collectives
+    opens_inputs = True
     device: CpuDevice
     eager_ns = 20 * MICROSECOND
     graph_ns = 12 * MICROSECOND

@@ -68,6 +68,7 @@ def launch(rank: int, size: int, script: Script) -> dict[str, Any]:
         "rejoined": 0 if device is None else device.rejoined,
         "captures": (backend.entered, backend.left),
         "mode": coordinator._mode,
+        "opened": [tensor.numel() for tensor in meter._opened],
     }
     team.close()
     return found

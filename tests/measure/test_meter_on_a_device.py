@@ -77,6 +77,11 @@ def test_every_capture_is_left_again_and_decisions_are_back_to_eager(two_ranks: 
         assert rank["mode"] == "eager"
 
 
+def test_inputs_that_a_backend_opens_in_graphs_outlive_their_points(two_ranks: list[dict[str, Any]]) -> None:
+    for rank in two_ranks:
+        assert rank["opened"] == [1024, 1024]  # those of the two points in graphs
+
+
 def test_a_barrier_is_timed_on_the_host_for_it_waits_there(two_ranks: list[dict[str, Any]]) -> None:
     row = two_ranks[0]["rows"][5]
     assert row["status"] in ("ok", "unsteady"), row["reason"]
