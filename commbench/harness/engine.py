@@ -67,6 +67,10 @@ class Measurements:
     directory: Path | None = None
     began_s: float = 0.0
 
+    def __repr__(self) -> str:
+        where = "not stored" if self.directory is None else f"in {self.directory}"
+        return f"<commbench.Measurements {len(self)} rows, {where}>"
+
     def __len__(self) -> int:
         return len(self.rows)
 

@@ -49,7 +49,7 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def _check_out(out: Path) -> None:
-    """A folder that is new, empty, or holds nothing but an earlier report or a run."""
+    """A folder that is new, empty, or holds nothing but an earlier report."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file; name a new or empty folder")
     if out.is_dir():

@@ -125,7 +125,7 @@ class Run:
     """A run directory opened for reading. ``problems`` names lines that could not be read."""
 
     directory: Path
-    manifest: dict[str, Any]
+    manifest: dict[str, Any] = field(repr=False)  # pages of it
     problems: list[str] = field(default_factory=list)
 
     @property

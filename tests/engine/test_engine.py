@@ -66,6 +66,7 @@ def test_a_point_and_a_list_of_points_are_measured_with_the_backend_that_they_na
     rows = engine.measure([one, two], **FAST)
     assert {row["point_id"] for row in rows} == {one.point_id, two.point_id}
     assert 0 < rows.began_s < 10
+    assert repr(rows) == "<commbench.Measurements 2 rows, not stored>"
     with pytest.raises(EngineError, match="not stored"):
         _ = rows.run
 
