@@ -132,7 +132,7 @@ def nearest_cause(here: str, others: Sequence[str]) -> str:
     error of its own, and last what a rank says when it has lost the others. ``here`` counts first among equals."""
     consequence = re.compile(
         r"onnection (closed|reset|refused)|roken pipe|did not come or are gone|no sign of life|its command has ended"
-        r"|asked to end|[Tt]imed out|[Tt]imeout",
+        r"|asked to end|was lost, and is back|[Tt]imed out|[Tt]imeout",
     )
 
     def distance(text: str) -> int:

