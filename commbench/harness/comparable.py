@@ -61,6 +61,9 @@ def compare_manifests(
             x, y = _plain(settings_base[name]), _plain(settings_cand[name])
             if x != y:
                 refusals.append(f"settings.{name}: {_shown(x)} → {_shown(y)}")
+    profiled = [bool(_environment(m).get("COMMBENCH_PROFILE")) for m in (base, cand)]
+    if profiled[0] != profiled[1]:
+        refusals.append(f"--profile: {' → '.join('on' if p else 'off' for p in profiled)}")
     prints = base.get("fingerprint"), cand.get("fingerprint")
     if not isinstance(prints[0], Mapping) or not isinstance(prints[1], Mapping):
         who = " and ".join(
@@ -76,6 +79,11 @@ def compare_manifests(
             else:
                 notes.append(text)
     return Differences(tuple(refusals), tuple(notes))
+
+
+def _environment(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = (manifest.get("fingerprint") or {}).get("env")
+    return found if isinstance(found, Mapping) else {}
 
 
 def machine_key(fingerprint: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
+import os
+import re
 import secrets
 import sys
 import time
@@ -49,15 +52,39 @@ def new_run_id(name: str) -> str:
     return f"{now}-{name}-{secrets.token_hex(2)}"
 
 
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+# what hides GPUs from a process, by maker: comma-separated, "" and -1 for none
+_VISIBLE = {
+    "nvidia": ("CUDA_VISIBLE_DEVICES",),
+    "amd": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+}
+
+
 def gpu_count() -> int:
-    """GPUs that the operating system shows, without loading any library."""
-    nvidia = Path("/proc/driver/nvidia/gpus")
-    if nvidia.is_dir():
-        return sum(1 for _ in nvidia.iterdir())
-    nodes = Path("/sys/class/kfd/kfd/topology/nodes")
-    if nodes.is_dir():  # CPU nodes have no SIMD units
-        return sum("simd_count 0\n" not in (n / "properties").read_text() for n in nodes.iterdir())
+    """GPUs that the operating system shows and the environment does not hide, without loading any library."""
+    if NVIDIA_GPUS.is_dir():
+        return min(sum(1 for _ in NVIDIA_GPUS.iterdir()), _visible("nvidia"))
+    if AMD_NODES.is_dir():  # CPU nodes have no SIMD units
+        nodes = AMD_NODES.iterdir()
+        return min(sum("simd_count 0\n" not in (n / "properties").read_text() for n in nodes), _visible("amd"))
     return 0
+
+
+def _visible(maker: str) -> int:
+    """How many GPUs the environment lets a process see; very many where it says nothing."""
+    given = [os.environ[name] for name in _VISIBLE[maker] if name in os.environ]
+    counts = [len([part for part in text.split(",") if part.strip() not in ("", "-1")]) for text in given]
+    return min(counts, default=sys.maxsize)
+
+
+def torch_is_for_cpu() -> bool:
+    """Whether the installed torch was built without GPU support, as its version file says; importing it takes seconds."""
+    found = importlib.util.find_spec("torch")
+    version = Path(found.origin).with_name("version.py") if found is not None and found.origin else None
+    if version is None or not version.is_file():
+        return False
+    return not re.search(r"^(cuda|hip)\b[^=\n]*= *['\"]", version.read_text(), re.MULTILINE)
 
 
 def resolve_device(spec: SweepSpec, ranks_here: int | None = None) -> str:
@@ -66,13 +93,15 @@ def resolve_device(spec: SweepSpec, ranks_here: int | None = None) -> str:
     gpus, ranks = gpu_count(), spec.ranks_per_node if ranks_here is None else ranks_here
     if spec.device == "cuda" and not gpus:
         raise SpecError("--device cuda: this machine shows no GPU; use --device cpu")
+    if spec.device == "cuda" and torch_is_for_cpu():
+        raise SpecError("--device cuda: this torch is built for the CPU; install one for this machine's GPUs")
     if spec.device == "cuda" and gpus < ranks and not spec.share_device:
         raise SpecError(
             f"--device cuda with {ranks} ranks here: this machine has {gpus} GPUs, one is needed for each rank; "
             "--share-device lets ranks share them, for correctness: such times are compared with nothing else"
         )
     if spec.device == "auto":
-        return "cuda" if gpus >= ranks else "cpu"
+        return "cuda" if gpus >= ranks and not torch_is_for_cpu() else "cpu"
     return spec.device
 
 

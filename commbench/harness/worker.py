@@ -175,9 +175,11 @@ def main(directory: Path, launch: int, heartbeat: Heartbeat | None, watch: Watch
         os.environ[CA_PROVIDER_VARIABLE] = settings.ca_provider
     device = torch.device(settings.device)
     if settings.device != "cpu":
+        # a launcher of the user's may show each rank its own GPU only; sharing ranks go round
         index = int(os.environ["LOCAL_RANK"])
-        if settings.share_device:
-            index %= max(1, torch.cuda.device_count())
+        visible = max(1, torch.cuda.device_count())
+        if settings.share_device or visible == 1:
+            index %= visible
         device = torch.device(settings.device, index)
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=max(LEAST_PATIENCE_S, settings.patience_s))

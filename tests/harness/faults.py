@@ -107,7 +107,7 @@ class Sweep:
     def wait_for_points(self, count: int) -> Sweep:
         return self.wait_for(lambda run: len(run.rows()) >= count)
 
-    def end(self, timeout_s: float = 100.0) -> tuple[int, str]:
+    def end(self, timeout_s: float = 240.0) -> tuple[int, str]:
         """Wait for its end: (exit code, stderr). Nothing of it may be left."""
         assert self.process is not None
         try:

@@ -81,8 +81,23 @@ def test_a_sweep_that_cannot_run_is_told_and_what_was_found_is_kept() -> None:
 
     found = check(machine(), broken)
     assert not found["ok"]
-    assert found["problem"] == "check: rank 1 died"
+    assert found["problem"].startswith("check: rank 1 died; check-torch_dist-pynccl-symm_mem: rank 1 died")
     assert found["doctor"]
+
+
+def test_a_provider_that_ends_the_ranks_costs_the_others_nothing() -> None:
+    sweeps = Sweeps()
+
+    def measure(settings: Mapping[str, Any], seconds: float) -> Sequence[Mapping[str, Any]]:
+        if "flashinfer" in settings["backends"]:
+            raise LaunchError("launch 0 could not start: rank 0 was killed by SIGSEGV")
+        return sweeps(settings, seconds)
+
+    document = check(machine(flashinfer=None), measure)
+    entries = {entry["name"]: entry["eager"] for entry in document["backends"]}
+    assert entries == {"torch_dist": "ok", "pynccl": "ok", "symm_mem": "ok", "flashinfer": "not measured"}
+    assert "SIGSEGV" in document["problem"]
+    assert not document["ok"]
 
 
 def test_on_one_gpu_two_ranks_share_it_where_the_libraries_allow() -> None:
