@@ -79,7 +79,7 @@ def _visible(maker: str) -> int:
 
 
 def torch_is_for_cpu() -> bool:
-    """Whether the installed torch was built without GPU support, as its version file says; importing it takes seconds."""
+    """Whether the installed torch was built without GPU support, as its version file says (importing it is slow)."""
     found = importlib.util.find_spec("torch")
     version = Path(found.origin).with_name("version.py") if found is not None and found.origin else None
     if version is None or not version.is_file():
