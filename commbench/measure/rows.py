@@ -82,6 +82,9 @@ def row_of(
         reasons += [text for text in (timing.remark(),) if text]
         if s.void:
             reasons.append(f"{s.n_invalid} samples are void, the last because {s.void}")
+        elif s.n_invalid > len(s.all_latencies()):
+            total = s.n_invalid + len(s.all_latencies())
+            reasons.append(f"{s.n_invalid} of {total} time windows were missed: something else keeps the cores busy")
         reasons += remarks(s.all_latencies())
         if numbers.get("ranks_agree") is False:
             reasons.append("the ranks' results differ in some bits")
