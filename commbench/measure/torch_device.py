@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 from commbench.errors import BackendUnavailable, CommbenchError, PeerLost
 from commbench.measure.clock import now_ns
 from commbench.measure.device import FLAG_BYTES, Device, DeviceError, Event, FlagBarrier, Graph, Meet
+from commbench.native.segment import create_file
 
 DRAIN_S = 60.0  # for a stream to finish what was queued
 HOLD_S = 10.0  # a stream that is held for longer is let go: a call waits for it on the host
@@ -338,12 +338,11 @@ def shared_flags(ranks: Texts) -> mmap.mmap:
     Raises BackendUnavailable on every rank where some rank cannot see rank 0's file (another host).
     """
     size = -(-FLAG_BYTES * ranks.size // mmap.PAGESIZE) * mmap.PAGESIZE
-    path, problem = "", ""
+    path, problem, handle = "", "", None
     if ranks.rank == 0:
         try:
-            handle, path = tempfile.mkstemp(prefix="commbench-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
-            os.ftruncate(handle, size)
-            os.close(handle)
+            handle, made = create_file(size)
+            path = str(made)
         except OSError as error:
             problem = f"no shared memory: {error}"
     path = ranks.gather_texts(path)[0]
@@ -356,8 +355,9 @@ def shared_flags(ranks: Texts) -> mmap.mmap:
             problem or f"rank {ranks.rank} cannot map rank 0's flags ({error}); on devices a launch spans one host"
         )
     problems = [text for text in ranks.gather_texts(problem) if text]
-    if ranks.rank == 0 and path:
+    if handle is not None:
         Path(path).unlink()
+        os.close(handle)  # the lock on the name is not needed any more
     if problems or page is None:
         raise BackendUnavailable("device timing", problems[0])
     return page
