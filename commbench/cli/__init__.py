@@ -88,3 +88,9 @@ def main() -> NoReturn:
         # the reader of our output has gone (head, less): nothing more to say, also not at exit
         sys.stderr.close()
         sys.exit(141)
+    except OSError as error:
+        # a file or folder that the user named, and that no command has looked at more closely
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)

@@ -216,3 +216,13 @@ def test_one_launch_on_a_side_gives_milliseconds_and_says_that_there_is_no_inter
     assert code == 0
     assert "no interval" in out
     assert "two launches on each side would give an interval" in out
+
+
+def test_an_out_folder_that_cannot_be_made_is_named_in_one_line(
+    commbench: Run, runs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    code, _, err = commbench("compare", *map(str, runs), "--out", str(tmp_path / "file" / "out"))
+    assert code == 2
+    assert err.splitlines()[-1].startswith(f"error: {tmp_path / 'file'}")
+    assert "Traceback" not in err
