@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -218,18 +219,36 @@ def init_weights_update_group(
     TP rank. Raises UsageError when this process has a group of that name, CollectiveError when nobody is found."""
     if group_name in _groups:
         raise UsageError(f"this process has a weight-update group {group_name!r}; destroy it first, or name another")
-    try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            master_address, master_port, world_size, is_master=rank == SOURCE, timeout=timeout
-        )
-    except RuntimeError as error:  # torch's DistNetworkError and DistStoreError among them
-        raise CollectiveError(
-            f"weight-update group {group_name}: rank {rank} cannot reach {master_address}:{master_port}: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
+    store = _meet(master_address, master_port, rank, world_size, group_name, timeout)
     group = WeightUpdateGroup(store, rank, world_size, group_name, backend=backend, device=device, timeout=timeout)
     _groups[group_name] = group
     return group
+
+
+def _meet(address: str, port: int, rank: int, world_size: int, name: str, timeout: timedelta) -> Any:
+    """The store where all ranks of the group have met.
+
+    Who comes early may meet the store of an earlier group at the same address, which is about to close: so all wait for
+    each other under the group's own name, and try again where the store goes away.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                address, port, world_size, is_master=rank == SOURCE, timeout=left, wait_for_workers=False
+            )
+            store.set(f"{name}/joined/{rank}", "")
+            store.wait([f"{name}/joined/{other}" for other in range(world_size)], left)
+        except RuntimeError as error:  # torch's DistNetworkError and DistStoreError among them
+            if rank != SOURCE and time.monotonic() < deadline - 0.1:
+                time.sleep(0.05)
+                continue
+            raise CollectiveError(
+                f"weight-update group {name}: rank {rank} cannot reach {address}:{port}: {str(error).splitlines()[0]}"
+            ) from error
+        store.set_timeout(timeout)
+        return store
 
 
 def get_weights_update_group(group_name: str) -> WeightUpdateGroup:
