@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,9 +11,16 @@ from tests.backends import call_paths
 from tests.ranks import run_ranks
 
 TWO = 2
+# One path of each kind is enough for every day; the others are those of the same files with another provider or kernel.
+EVERY_DAY = {"pynccl", "symm_mem", "ca-sgl_kernel", "qr-sgl_kernel", "pymscclpp", "flashinfer"}
+EVERY_DAY_FAILURES = {"pynccl", "ca-sgl_kernel"}
 
 
-@pytest.fixture(scope="module", params=list(call_paths.CASES))
+def cases(names: Iterable[str], often: set[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in often else [pytest.mark.slow]) for name in names]
+
+
+@pytest.fixture(scope="module", params=cases(call_paths.CASES, EVERY_DAY))
 def path(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
     return request.param, run_ranks(call_paths.whole_path, TWO, request.param)
 
@@ -58,7 +66,9 @@ def test_what_a_provider_rejects_is_declined_in_words(path: Any) -> None:
     assert declined["odd"]
 
 
-@pytest.mark.parametrize("path", [case for case in call_paths.CASES if case.startswith("ca-")], indirect=True)
+@pytest.mark.parametrize(
+    "path", cases((case for case in call_paths.CASES if case.startswith("ca-")), EVERY_DAY), indirect=True
+)
 def test_custom_all_reduce_registers_after_the_capture_and_copies_in_place_inputs(path: Any) -> None:
     _, ranks = path
     for seen in ranks:
@@ -69,7 +79,7 @@ def test_custom_all_reduce_registers_after_the_capture_and_copies_in_place_input
         assert "dispose" in seen["end"]
 
 
-@pytest.mark.parametrize("case", list(call_paths.SETUP_STEPS))
+@pytest.mark.parametrize("case", cases(call_paths.SETUP_STEPS, EVERY_DAY_FAILURES))
 def test_a_rank_that_fails_at_any_step_of_the_set_up_turns_the_backend_off_on_all_with_its_reason(case: str) -> None:
     _check_reasons(case, TWO)
 
@@ -94,13 +104,19 @@ def _check_reasons(case: str, size: int) -> None:
     ("case", "changes"),
     [
         ("pynccl", [("nccl", "ncclGetUniqueId"), ("nccl", "ncclCommInitRankConfig"), ("nccl", "ncclAllReduce")]),
-        ("nccl_symm", [("nccl", "ncclCommWindowRegister")]),
+        pytest.param("nccl_symm", [("nccl", "ncclCommWindowRegister")], marks=pytest.mark.slow),
         ("ca-sgl_kernel", [("sgl_kernel", f) for f in ("init_custom_ar", "all_reduce", "register_buffer")]),
-        ("ca-vllm", [("vllm", "all_reduce"), ("cudart", "cudaIpcOpenMemHandle")]),
-        ("ca-flashinfer", [("flashinfer", "all_reduce")]),
-        ("qr-sgl_kernel", [("sgl_kernel", "init_custom_qr"), ("sgl_kernel", "qr_all_reduce")]),
-        ("qr-aiter", [("aiter", "qr_all_reduce"), ("aiter", "qr_open_handles")]),
-        ("pymscclpp", [("sgl_kernel", "mscclpp_init_context"), ("sgl_kernel", "mscclpp_allreduce")]),
+        pytest.param("ca-vllm", [("vllm", "all_reduce"), ("cudart", "cudaIpcOpenMemHandle")], marks=pytest.mark.slow),
+        pytest.param("ca-flashinfer", [("flashinfer", "all_reduce")], marks=pytest.mark.slow),
+        pytest.param(
+            "qr-sgl_kernel", [("sgl_kernel", "init_custom_qr"), ("sgl_kernel", "qr_all_reduce")], marks=pytest.mark.slow
+        ),
+        pytest.param("qr-aiter", [("aiter", "qr_all_reduce"), ("aiter", "qr_open_handles")], marks=pytest.mark.slow),
+        pytest.param(
+            "pymscclpp",
+            [("sgl_kernel", "mscclpp_init_context"), ("sgl_kernel", "mscclpp_allreduce")],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_changed_signature_makes_the_path_fail(case: str, changes: list[tuple[str, str]]) -> None:
