@@ -47,7 +47,8 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Last in the path: what nothing else finds and is not SGLang's own becomes a stand-in."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name.split(".")[0] in (*sys.stdlib_module_names, "sglang", "torch", "numpy"):
+        # an installed requests looks for simplejson, and does well without it
+        if name.split(".")[0] in (*sys.stdlib_module_names, "sglang", "torch", "numpy", "simplejson"):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
