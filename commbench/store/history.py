@@ -134,7 +134,7 @@ def add_run(
         "launches": int(latencies["launch"].nunique()),
         "note": note,
         "accepted": accepted,
-        "digest": _digest(table),
+        "digest": _digest(table, float(manifest.get("started_s") or 0.0)),
     }
     table = table.replace_schema_metadata({**(table.schema.metadata or {}), METADATA: json.dumps(facts, default=str)})
     final = directory / f"{run_id}.parquet"
@@ -175,9 +175,12 @@ def _place(temporary: Path, final: Path) -> bool:
     return True
 
 
-def _digest(table: pa.Table) -> str:
-    """Of what was measured: a copy of a run under another name has the same."""
-    digest = hashlib.blake2b(digest_size=16)
+def _digest(table: pa.Table, started_s: float) -> str:
+    """Of what was measured and when: a copy of a run under another name has the same.
+
+    Two nights of a few points can give the same medians, since a clock has steps.
+    """
+    digest = hashlib.blake2b(repr(started_s).encode(), digest_size=16)
     for name in ("point_id", "log_mean", "launches"):
         digest.update(repr(table.column(name).to_pylist()).encode())
     return digest.hexdigest()

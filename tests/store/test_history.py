@@ -141,6 +141,15 @@ def test_a_copy_under_another_name_is_skipped_as_a_duplicate(tmp_path: Path, add
     assert "the same run as" in history.skipped[0]
 
 
+def test_two_nights_that_gave_the_same_medians_are_two_nights(tmp_path: Path) -> None:
+    latencies = side_frame(POINTS, launches=1, seed=1)
+    for day in (0, 1):
+        add_run(tmp_path / "history", manifest(f"night{day}", day), latencies, {})
+    history = open_history(folder(tmp_path), now_s=NOW_S)
+    assert [n.run_id for n in history.nights] == ["night0", "night1"]
+    assert not history.skipped
+
+
 @pytest.mark.parametrize("day", [5000, -20_000])
 def test_nights_of_an_impossible_time_are_skipped_and_named(tmp_path: Path, add: Callable[..., Path], day: int) -> None:
     add(0)
