@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from commbench.errors import BackendUnavailable, PeerLost
 from commbench.types import CallSignature
+from commbench.units import format_size
 
 if TYPE_CHECKING:
     import torch
@@ -117,6 +118,24 @@ def why(error: BaseException) -> str:
     """A foreign exception in one line."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def beyond_kernels(call: CallSignature, dtypes: Collection[str], whose: str = "its") -> str | None:
+    """Why kernels that sum contiguous tensors of these dtypes cannot take a call, or None; for ``Backend.declines``."""
+    if call.dtype not in dtypes:
+        return f"{whose} kernels reduce {(' and ' if len(dtypes) == 2 else ', ').join(dtypes)}, not {call.dtype}"
+    if call.op != "sum":
+        return f"{whose} kernels have op sum, not {call.op}"
+    if call.layout != "contiguous":
+        return f"{whose} kernels take contiguous tensors, this one is {call.layout}"
+    return None
+
+
+def beyond_cap(call: CallSignature, cap_bytes: int, variable: str) -> str | None:
+    """Why a call is larger than a backend's cap, with the environment variable that sets it, or None."""
+    if call.size_bytes <= cap_bytes:
+        return None
+    return f"{format_size(call.size_bytes)} exceed the cap of {format_size(cap_bytes)} ({variable})"
 
 
 class Backend(ABC):

@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 
 from commbench.backends import device as devices
-from commbench.backends.base import Availability, Backend, Group, together
+from commbench.backends.base import Availability, Backend, Group, beyond_cap, beyond_kernels, together
 from commbench.backends.staging import Views, bytes_from_environment
 from commbench.errors import BackendUnavailable
 from commbench.types import DTYPES, CallSignature
-from commbench.units import format_size
 
 KERNELS_VARIABLE = "COMMBENCH_FLASHINFER_BACKEND"
 MAX_BYTES_VARIABLE = "COMMBENCH_FLASHINFER_MAX_BYTES"
@@ -144,19 +143,12 @@ class FlashInferBackend(Backend):
     # ---- calls ------------------------------------------------------------------------------------------------
 
     def declines(self, call: CallSignature) -> str | None:
-        missing = super().declines(call)
-        if missing is not None:
-            return missing
-        if call.dtype not in DTYPE_NAMES:
-            return f"its kernels reduce {', '.join(DTYPE_NAMES)}, not {call.dtype}"
-        if call.op != "sum":
-            return f"its kernels have op sum, not {call.op}"
-        if call.layout != "contiguous":
-            return f"its kernels take contiguous tensors, this one is {call.layout}"
-        if call.size_bytes > self.max_bytes:
-            return (
-                f"{format_size(call.size_bytes)} exceed the cap of {format_size(self.max_bytes)} ({MAX_BYTES_VARIABLE})"
-            )
+        refused = super().declines(call) or beyond_kernels(call, DTYPE_NAMES)
+        if refused is not None:
+            return refused
+        refused = beyond_cap(call, self.max_bytes, MAX_BYTES_VARIABLE)
+        if refused is not None:
+            return refused
         rows, length = _rows(call.numel, DTYPES[call.dtype].itemsize)
         if not rows:
             return (

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 
 from commbench.backends import device as devices
-from commbench.backends.base import Availability, Backend, Group, together
+from commbench.backends.base import Availability, Backend, Group, beyond_cap, beyond_kernels, together
 from commbench.backends.staging import Views, bytes_from_environment
 from commbench.errors import BackendUnavailable
 from commbench.types import CallSignature
-from commbench.units import format_size
 
 MAX_BYTES_VARIABLE = "COMMBENCH_MSCCLPP_MAX_BYTES"
 DEFAULT_MAX_BYTES = 1 << 20
@@ -184,25 +183,15 @@ class MscclppBackend(Backend):
     # ---- calls ------------------------------------------------------------------------------------------------
 
     def declines(self, call: CallSignature) -> str | None:
-        missing = super().declines(call)
-        if missing is not None:
-            return missing
-        if call.dtype not in DTYPE_NAMES:
-            return f"its kernels reduce {', '.join(DTYPE_NAMES)}, not {call.dtype}"
-        if call.op != "sum":
-            return f"its kernels have op sum, not {call.op}"
-        if call.layout != "contiguous":
-            return f"its kernels take contiguous tensors, this one is {call.layout}"
+        refused = super().declines(call) or beyond_kernels(call, DTYPE_NAMES)
+        if refused is not None:
+            return refused
         if call.size_bytes == 0:
             return "the tensor is empty"
         whole = PACKET * self.group.world_size
         if call.size_bytes % whole:
             return f"{call.size_bytes} bytes is not a multiple of {whole}, a packet of {PACKET} for each rank"
-        if call.size_bytes > self.max_bytes:
-            return (
-                f"{format_size(call.size_bytes)} exceed the cap of {format_size(self.max_bytes)} ({MAX_BYTES_VARIABLE})"
-            )
-        return None
+        return beyond_cap(call, self.max_bytes, MAX_BYTES_VARIABLE)
 
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
         self.calls += 1

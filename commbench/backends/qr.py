@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from commbench.backends import device as devices
-from commbench.backends.base import Availability, Backend, Group, together
+from commbench.backends.base import Availability, Backend, Group, beyond_cap, beyond_kernels, together
 from commbench.errors import BackendUnavailable
 from commbench.types import CallSignature
-from commbench.units import format_size
 
 PROVIDER_VARIABLE = "COMMBENCH_QR_PROVIDER"
 LEVEL_VARIABLE = "ROCM_QUICK_REDUCE_QUANTIZATION"
@@ -161,22 +160,14 @@ class QuickReduceBackend(Backend):
         return self._functions.handle(self._handle)
 
     def declines(self, call: CallSignature) -> str | None:
-        missing = super().declines(call)
-        if missing is not None:
-            return missing
-        if call.dtype not in DTYPE_NAMES:
-            return f"its kernels reduce {' and '.join(DTYPE_NAMES)}, not {call.dtype}"
-        if call.op != "sum":
-            return f"its kernels have op sum, not {call.op}"
-        if call.layout != "contiguous":
-            return f"its kernels take contiguous tensors, this one is {call.layout}"
+        refused = super().declines(call) or beyond_kernels(call, DTYPE_NAMES)
+        if refused is not None:
+            return refused
         if call.size_bytes == 0:
             return "the tensor is empty"
         if call.size_bytes % PACK:
             return f"{call.size_bytes} bytes is not a multiple of {PACK}"
-        if call.size_bytes > self.max_bytes:
-            return f"{format_size(call.size_bytes)} exceed the cap of {format_size(self.max_bytes)} ({MAX_MB_VARIABLE})"
-        return None
+        return beyond_cap(call, self.max_bytes, MAX_MB_VARIABLE)
 
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
         self.calls += 1

@@ -15,11 +15,10 @@ from typing import Any, ClassVar
 import torch
 
 from commbench.backends import device as devices
-from commbench.backends.base import Availability, Backend, Group, together
+from commbench.backends.base import Availability, Backend, Group, beyond_cap, beyond_kernels, together
 from commbench.backends.staging import Staging, bytes_from_environment
 from commbench.errors import BackendUnavailable
 from commbench.types import DTYPES, CallSignature
-from commbench.units import format_size
 
 MAX_BYTES_VARIABLE = "COMMBENCH_SYMM_MEM_MAX_BYTES"
 DEFAULT_MAX_BYTES = 128 << 20  # the largest of the engines' caps
@@ -112,25 +111,15 @@ class SymmMemBackend(Backend):
     # ---- calls ------------------------------------------------------------------------------------------------
 
     def declines(self, call: CallSignature) -> str | None:
-        missing = super().declines(call)
-        if missing is not None:
-            return missing
-        if call.dtype not in DTYPE_NAMES:
-            return f"torch's kernels reduce {' and '.join(DTYPE_NAMES)}, not {call.dtype}"
-        if call.op != "sum":
-            return f"torch's kernels have op sum, not {call.op}"
-        if call.layout != "contiguous":
-            return f"torch's kernels take contiguous tensors, this one is {call.layout}"
+        refused = super().declines(call) or beyond_kernels(call, DTYPE_NAMES, "torch's")
+        if refused is not None:
+            return refused
         if call.size_bytes == 0:
             return "the tensor is empty"
         alignment = max(LEAST_ALIGNMENT, DTYPES[call.dtype].itemsize)
         if call.size_bytes % alignment:
             return f"{call.size_bytes} bytes is not a multiple of {alignment}"
-        if call.size_bytes > self.max_bytes:
-            return (
-                f"{format_size(call.size_bytes)} exceed the cap of {format_size(self.max_bytes)} ({MAX_BYTES_VARIABLE})"
-            )
-        return None
+        return beyond_cap(call, self.max_bytes, MAX_BYTES_VARIABLE)
 
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
         self.calls += 1
