@@ -37,6 +37,16 @@ LOOPS = ("python", "native")
 LAUNCHERS = ("torchrun", "mpirun", "external")
 BINDINGS = ("", "core", "numa", "none")  # "": what the launcher does
 DEVICES = ("auto", "cpu", "cuda")
+# settings that take one word of several: what the word is, and those it may be ("" is not to say)
+ONE_OF: dict[str, tuple[str, tuple[str, ...]]] = {
+    "device": ("device", DEVICES),
+    "sync": ("way to start iterations", SYNCS),
+    "launcher": ("launcher", LAUNCHERS),
+    "bind": ("way to bind ranks", BINDINGS),
+    "ca_provider": ("provider of custom all-reduce", ("", *CA_PROVIDERS)),
+    "loop": ("timed loop", LOOPS),
+    "graph_timing": ("way to time graphs", GRAPH_TIMINGS),
+}
 
 Names = tuple[str, ...]
 Parsed = TypeVar("Parsed")
@@ -219,53 +229,12 @@ class SweepSpec(BaseModel):
             raise ValueError("is empty; name at least one size")
         return value
 
-    @field_validator("device")
+    @field_validator(*ONE_OF)
     @classmethod
-    def _device_known(cls, value: str) -> str:
-        if value not in DEVICES:
-            raise ValueError(f"{value!r} is no device; allowed: {', '.join(DEVICES)}")
-        return value
-
-    @field_validator("sync")
-    @classmethod
-    def _sync_known(cls, value: str) -> str:
-        if value not in SYNCS:
-            raise ValueError(f"{value!r} is no way to start iterations; allowed: {', '.join(SYNCS)}")
-        return value
-
-    @field_validator("launcher")
-    @classmethod
-    def _launcher_known(cls, value: str) -> str:
-        if value not in LAUNCHERS:
-            raise ValueError(f"{value!r} is no launcher; allowed: {', '.join(LAUNCHERS)}")
-        return value
-
-    @field_validator("bind")
-    @classmethod
-    def _bind_known(cls, value: str) -> str:
-        if value not in BINDINGS:
-            raise ValueError(f"{value!r} is no way to bind ranks; allowed: {', '.join(BINDINGS[1:])}")
-        return value
-
-    @field_validator("ca_provider")
-    @classmethod
-    def _ca_provider_known(cls, value: str) -> str:
-        if value and value not in CA_PROVIDERS:
-            raise ValueError(f"{value!r} is no provider of custom all-reduce; allowed: {', '.join(CA_PROVIDERS)}")
-        return value
-
-    @field_validator("loop")
-    @classmethod
-    def _loop_known(cls, value: str) -> str:
-        if value not in LOOPS:
-            raise ValueError(f"{value!r} is no timed loop; allowed: {', '.join(LOOPS)}")
-        return value
-
-    @field_validator("graph_timing")
-    @classmethod
-    def _graph_timing_known(cls, value: str) -> str:
-        if value not in GRAPH_TIMINGS:
-            raise ValueError(f"{value!r} is no way to time graphs; allowed: {', '.join(GRAPH_TIMINGS)}")
+    def _one_of(cls, value: str, info: Any) -> str:
+        what, allowed = ONE_OF[info.field_name]
+        if value not in allowed:
+            raise ValueError(f"{value!r} is no {what}; allowed: {', '.join(filter(None, allowed))}")
         return value
 
     @field_validator("skew")
