@@ -107,6 +107,9 @@ class Sweep:
     def wait_for_points(self, count: int) -> Sweep:
         return self.wait_for(lambda run: len(run.rows()) >= count)
 
+    def wait_for_visits(self, count: int) -> Sweep:
+        return self.wait_for(lambda run: len(events(run.directory, "visit")) >= count)
+
     def end(self, timeout_s: float = 240.0) -> tuple[int, str]:
         """Wait for its end: (exit code, stderr). Nothing of it may be left."""
         assert self.process is not None
@@ -160,5 +163,7 @@ def _processes_of(directory: Path) -> list[psutil.Process]:
 
 
 def events(directory: Path, name: str) -> list[dict[str, Any]]:
-    lines = (directory / "progress.jsonl").read_text().splitlines()
-    return [e for e in map(json.loads, lines) if e["event"] == name]
+    """The events of that name, also of a run that goes on: before the first, and where the last is half written."""
+    path = directory / "progress.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [e for e in (json.loads(line) for line in lines if line.endswith("\n")) if e["event"] == name]

@@ -404,14 +404,16 @@ def test_the_next_sweep_removes_what_a_killed_one_left(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("leap_s", [-3600, 3600])
 def test_a_clock_that_leaps_changes_no_result_and_ends_no_point(tmp_path: Path, leap_s: int) -> None:
-    """Every process sees the wall clock leap, through a library that is loaded before libc."""
-    source, library = tmp_path / "leap.c", tmp_path / "leap.so"
-    source.write_text(LEAP % leap_s)
+    """Every process sees the wall clock leap, through a library that is loaded before libc, once a file is there."""
+    source, library, leap = tmp_path / "leap.c", tmp_path / "leap.so", tmp_path / "leap"
+    source.write_text(LEAP % (leap, leap_s))
     built = subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], capture_output=True)
     if built.returncode != 0:
         pytest.skip("no C compiler")
     sweep = Sweep(tmp_path, variables={"LD_PRELOAD": str(library)})
-    code, stderr = sweep.run(**MANY)
+    sweep.start(**MANY).wait_for_visits(2)
+    leap.touch()
+    code, stderr = sweep.end()
     assert code == 0, stderr
     run = open_run(sweep.directory)
     times = [e["time_s"] for e in events(sweep.directory, "visit")]
@@ -426,15 +428,9 @@ LEAP = """
 #include <time.h>
 #include <unistd.h>
 #include <sys/syscall.h>
-static long first;
 int clock_gettime(clockid_t id, struct timespec *t) {
     long done = syscall(SYS_clock_gettime, id, t);
-    struct timespec m;
-    if (id == CLOCK_REALTIME && done == 0) {
-        syscall(SYS_clock_gettime, CLOCK_MONOTONIC, &m);
-        if (!first) first = m.tv_sec;
-        if (m.tv_sec - first > 5) t->tv_sec += %d;
-    }
+    if (id == CLOCK_REALTIME && done == 0 && access("%s", F_OK) == 0) t->tv_sec += %d;
     return (int)done;
 }
 """
