@@ -89,6 +89,9 @@ native = (p for p in (root / "commbench" / "native").rglob("*") if p.suffix not 
 for path in [root / "pyproject.toml", root / "CMakeLists.txt", root / "constraints-dev.txt", *sorted(native)]:
     if path.is_file():
         digest.update(b"\0" + path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+# an editable installation remembers which names are packages
+for path in sorted((root / "commbench").rglob("__init__.py")):
+    digest.update(b"\0" + path.relative_to(root).as_posix().encode())
 print(digest.hexdigest())
 PY
 }
@@ -306,7 +309,7 @@ case ${1-} in
   gpu-check)
     shift
     set_up run
-    exec "$PYTHON" -P -m commbench.harness.gpu_check "$@"
+    exec "$PYTHON" -P -m commbench.harness.environment.gpu_check "$@"
     ;;
   '')
     set_up run

@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 
 # what a notebook needs, imported when it is used; __init__.pyi says the same to type checkers
-_LAZY = {"Engine": "commbench.harness.engine", "Point": "commbench.types"}
+_LAZY = {"Engine": "commbench.harness.engine.driver", "Point": "commbench.types"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-from commbench.harness.engine import Engine as Engine
+from commbench.harness.engine.driver import Engine as Engine
 from commbench.types import Point as Point
 
 __version__: str

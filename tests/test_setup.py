@@ -209,10 +209,19 @@ def test_after_the_tests_a_measurement_needs_no_second_set_up_but_the_reverse_do
     assert checkout.calls() == []
 
 
-@pytest.mark.parametrize("changed", ["pyproject.toml", "commbench/native/src/a.cpp", "commbench/native/src/new.hpp"])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "pyproject.toml",
+        "commbench/native/src/a.cpp",
+        "commbench/native/src/new.hpp",
+        "commbench/new/__init__.py",  # an editable installation would look for commbench/new.py
+    ],
+)
 def test_a_change_of_what_is_built_sets_up_again(checkout: Checkout, changed: str) -> None:
     checkout.run("sweep")
     checkout.calls()
+    (checkout.root / changed).parent.mkdir(exist_ok=True)
     with (checkout.root / changed).open("a") as file:
         file.write("\n")
     checkout.run("sweep")

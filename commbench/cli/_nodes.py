@@ -16,10 +16,10 @@ import click
 from commbench.errors import CommbenchError, LaunchError, SpecError
 
 if TYPE_CHECKING:
-    from commbench.harness.external import Inside
-    from commbench.harness.launchers import Program
-    from commbench.harness.nodes import Head
-    from commbench.harness.preflight import Finding
+    from commbench.harness.hosts.nodes import Head
+    from commbench.harness.hosts.preflight import Finding
+    from commbench.harness.launchers.commands import Program
+    from commbench.harness.launchers.external import Inside
     from commbench.measure.settings import Settings
     from commbench.store.run import Plan
     from commbench.sweep import Expansion, SweepSpec
@@ -87,7 +87,7 @@ class Place:
 
     def among(self, count: int) -> tuple[int, str, int]:
         """(this host's number, host and port where all meet). Raises SpecError where one is not said or impossible."""
-        from commbench.harness.sockets import parse_endpoint
+        from commbench.harness.hosts.sockets import parse_endpoint
 
         rank = self.rank
         if rank is None:
@@ -110,7 +110,7 @@ def take(flags: dict[str, Any]) -> Place:
     from commbench.units import parse_duration
 
     join = flags.pop("join_timeout")
-    from commbench.harness.nodes import JOIN_S
+    from commbench.harness.hosts.nodes import JOIN_S
 
     return Place(
         flags.pop("node_rank"),
@@ -132,8 +132,8 @@ def leading(place: Place, spec: SweepSpec, plan: Plan) -> Iterator[Head | None]:
     if spec.nnodes == 1:
         yield None
         return
-    from commbench.harness.nodes import Head, lead
-    from commbench.harness.preflight import facts_here
+    from commbench.harness.hosts.nodes import Head, lead
+    from commbench.harness.hosts.preflight import facts_here
 
     _, host, port = place.among(spec.nnodes)
     head = Head(host, port, spec.nnodes, facts_here(0, digest(plan, spec.launches)), _say)
@@ -143,11 +143,11 @@ def leading(place: Place, spec: SweepSpec, plan: Plan) -> Iterator[Head | None]:
 
 def follow(place: Place, spec: SweepSpec, plan: Plan, out: Path | None) -> int:
     """Be a host other than number 0; gives node 0's exit code. out: where the ranks' logs stay, none if None."""
-    from commbench.harness.follower import part_of
-    from commbench.harness.nodes import follow as follow_node
-    from commbench.harness.preflight import facts_here
+    from commbench.harness.hosts.follower import part_of
+    from commbench.harness.hosts.nodes import follow as follow_node
+    from commbench.harness.hosts.preflight import facts_here
     from commbench.harness.run import limits_of, program_of
-    from commbench.harness.supervisor import interruptible
+    from commbench.harness.supervision.supervisor import interruptible
 
     rank, host, port = place.among(spec.nnodes)
     facts = facts_here(rank, digest(plan, spec.launches))
@@ -160,10 +160,10 @@ def follow(place: Place, spec: SweepSpec, plan: Plan, out: Path | None) -> int:
 def preflight(place: Place, count: int) -> tuple[int, list[Finding]]:
     """Compare the hosts and time the links between them, with a command on each. Gives the exit code, 1 where they
     cannot run one sweep, and on host 0 what was found."""
-    from commbench.harness.launchers import Program
-    from commbench.harness.nodes import Head
-    from commbench.harness.nodes import follow as follow_node
-    from commbench.harness.preflight import PROBLEM, facts_here, judge
+    from commbench.harness.hosts.nodes import Head
+    from commbench.harness.hosts.nodes import follow as follow_node
+    from commbench.harness.hosts.preflight import PROBLEM, facts_here, judge
+    from commbench.harness.launchers.commands import Program
 
     if count == 1:
         return 0, judge([facts_here(0)], [])
@@ -196,7 +196,7 @@ def inside(flags: dict[str, Any], known: Mapping[str, Any]) -> Inside | None:
     unless somebody says otherwise. Raises SpecError where it is no rank."""
     if (flags.get("launcher") or known.get("launcher")) != "external":
         return None
-    from commbench.harness.external import find_inside
+    from commbench.harness.launchers.external import find_inside
 
     found = find_inside(os.environ)
     if flags.get("tp") is None and "tp" not in known:
@@ -225,7 +225,7 @@ def run_inside(
     inside: Inside, spec: SweepSpec, expansion: Expansion, settings: Settings, out: Path
 ) -> CommbenchError | None:
     """Be a rank of the job to its end. Rank 0 writes the run; gives why the job could not go on, where it could not."""
-    from commbench.harness import external
+    from commbench.harness.launchers import external
     from commbench.harness.run import close_run, new_manifest
     from commbench.store.run import Plan, check_writable
 

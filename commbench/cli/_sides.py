@@ -49,7 +49,7 @@ def check_sides(
     base: Side, cand: Side, *, force: bool, same_hardware: bool = False, may_differ: tuple[str, ...] = ()
 ) -> tuple[list[str], list[str]]:
     """(differences that --force overrode, notes). Raises UsageError naming the differences without --force."""
-    from commbench.harness.comparable import compare_manifests
+    from commbench.harness.environment.comparable import compare_manifests
 
     found = compare_manifests(base.manifest, cand.manifest, may_differ=may_differ, same_hardware=same_hardware)
     if found.refusals and not force:

@@ -14,7 +14,7 @@ import click
 from commbench.cli import _nodes
 
 if TYPE_CHECKING:
-    from commbench.harness.doctor import Note
+    from commbench.harness.environment.doctor import Note
 
 _MARKS = {"ok": "✓", "off": "·", "note": "–", "warning": "!", "problem": "✗"}
 _WIDTH = 110
@@ -38,7 +38,7 @@ def command(out: Path, as_json: bool, preflight: bool, **flags: Any) -> None:
         click.get_current_context().exit(_preflight(place, count, as_json))
     if count > 1:
         raise click.UsageError(f"--nnodes {count}: hosts are compared with --preflight")
-    from commbench.harness.doctor import can_run, diagnose, look
+    from commbench.harness.environment.doctor import can_run, diagnose, look
 
     notes = diagnose(look(out), os.environ)
     if as_json:

@@ -46,7 +46,7 @@ class RuleFlags:
     def rule(self, fingerprints: Sequence[Mapping[str, Any] | None], fewest: int) -> Rule:
         """The margin depends on the machine where none is given. Raises SpecError or UsageError."""
         from commbench.analysis.gate import ALPHA, QUIET_MARGIN, SENSITIVITY, SHARED_MARGIN, Rule
-        from commbench.harness.comparable import is_shared
+        from commbench.harness.environment.comparable import is_shared
         from commbench.units import parse_percent
 
         if self.alpha is not None and not 0 < self.alpha < 1:
@@ -233,7 +233,7 @@ def _of_one_kind(
     Raises UsageError when there are nights and none belongs to the candidate.
     """
     from commbench.cli._sides import refusal
-    from commbench.harness.comparable import compare_manifests
+    from commbench.harness.environment.comparable import compare_manifests
 
     kept: list[Any] = []
     strange: dict[str, int] = {}
@@ -341,7 +341,7 @@ def _ab(name: str, flags: RuleFlags, out: Path | None, given: Mapping[str, Any],
         for side in (ab.BASE, ab.CAND)
     )
     notes = _canary_notes(before, after)
-    from commbench.harness.fingerprint import differences
+    from commbench.harness.environment.fingerprint import differences
 
     notes += [f"environment: {text}" for text in differences(fingerprints[ab.BASE], fingerprints[ab.CAND])]
     judgement = judge(

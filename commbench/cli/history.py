@@ -211,7 +211,7 @@ def plot(point: str | None, directory: Path, out: Path) -> int:
 
 def environment_changes(nights: Sequence[Night]) -> list[tuple[int, str]]:
     """(night, what differs from the night before it). Nights that record no environment are passed over."""
-    from commbench.harness.fingerprint import differences
+    from commbench.harness.environment.fingerprint import differences
 
     found = []
     before: dict[str, Any] | None = None

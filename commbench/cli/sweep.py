@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from commbench.harness.launch import Event
-    from commbench.harness.look import Look
+    from commbench.harness.views.look import Look
     from commbench.store.run import Run
 
 _FLAGS = {
@@ -136,7 +136,7 @@ def command(
     commbench sweep --resume reports/20260101-120000-sweep-1a2b --retry failed,timeout
     """
     from commbench.harness import run as harness
-    from commbench.harness.look import Look
+    from commbench.harness.views.look import Look
 
     look = Look.of(profile, trace, otlp_endpoint, os.environ)
     place = _nodes.take(flags)
@@ -246,7 +246,7 @@ def _watch(
 ) -> int:
     """Run what measures, showing how it goes; then report."""
     from commbench.harness.progress import watcher
-    from commbench.harness.supervisor import StopAtOnce
+    from commbench.harness.supervision.supervisor import StopAtOnce
 
     interrupted = failed = None
     warnings: list[str] = []

@@ -51,7 +51,7 @@ def command(
     commbench weights config.json --layers 2 --bucket-size 4MiB,64MiB
     """
     from commbench.analysis.parameters import parameters_of
-    from commbench.harness.engine import Engine
+    from commbench.harness.engine.driver import Engine
     from commbench.harness.run import FAILING, new_run_id
     from commbench.interop.model_config import read_config
     from commbench.report import write_report

@@ -18,9 +18,9 @@ from typing import Any
 
 from commbench import __version__
 from commbench.errors import UsageError
-from commbench.harness.fingerprint import redact
+from commbench.harness.environment.fingerprint import redact
 from commbench.harness.launch import Event, run_launch
-from commbench.harness.launchers import Program, environment_of
+from commbench.harness.launchers.commands import Program, environment_of
 from commbench.measure.settings import Settings
 from commbench.store.run import Plan, Run, check_writable, create, finish, open_run, update_manifest
 from commbench.sweep import SweepSpec
@@ -30,7 +30,7 @@ BASE, CAND = "base", "cand"
 _PROBE_TIMEOUT_S = 60.0
 _OWN = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('commbench') else 3)"
 _FINGERPRINT = (
-    "import json, sys; from commbench.harness.fingerprint import fingerprint; "
+    "import json, sys; from commbench.harness.environment.fingerprint import fingerprint; "
     "print(json.dumps(fingerprint(sys.argv[1]), default=str))"
 )
 

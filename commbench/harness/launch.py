@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from commbench.errors import LaunchError, SpecError, StoreError
-from commbench.harness import mpirun as mpi
-from commbench.harness.heartbeat import BETWEEN, STORE_LOST, VARIABLE, VISITING, Page, Pulse
-from commbench.harness.launchers import Program, environment_of, launch_command, launcher_facts, printable
-from commbench.harness.nodes import nearest_cause
-from commbench.harness.rank import log_path
-from commbench.harness.stacks import collect, first_stopped, write_report
-from commbench.harness.supervisor import (
+from commbench.harness.hosts.nodes import nearest_cause
+from commbench.harness.launchers import mpirun as mpi
+from commbench.harness.launchers.commands import Program, environment_of, launch_command, launcher_facts, printable
+from commbench.harness.ranks.rank import log_path
+from commbench.harness.ranks.work import remove_work, write_work
+from commbench.harness.supervision.heartbeat import BETWEEN, STORE_LOST, VARIABLE, VISITING, Page, Pulse
+from commbench.harness.supervision.stacks import collect, first_stopped, write_report
+from commbench.harness.supervision.supervisor import (
     DEAD_GRACE_S,
     TERM_GRACE_S,
     Limits,
@@ -36,7 +37,6 @@ from commbench.harness.supervisor import (
     state_of,
     stopping,
 )
-from commbench.harness.work import remove_work, write_work
 from commbench.measure.settings import CAPACITY
 from commbench.store import schema
 from commbench.store.run import Plan, PointLog, open_run, row_of, update_manifest

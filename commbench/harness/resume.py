@@ -16,8 +16,8 @@ from typing import Any
 
 from commbench import __version__
 from commbench.errors import CommbenchError, StoreError, UsageError
-from commbench.harness.comparable import compare_manifests
-from commbench.harness.fingerprint import redact
+from commbench.harness.environment.comparable import compare_manifests
+from commbench.harness.environment.fingerprint import redact
 from commbench.harness.launch import NOTHING_AGAIN, Again, unrepeated
 from commbench.harness.order import shuffled
 from commbench.store import schema

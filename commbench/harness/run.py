@@ -19,11 +19,12 @@ import psutil
 
 from commbench import __version__
 from commbench.errors import LaunchError, SpecError, StoreError, UsageError
-from commbench.harness import binding
-from commbench.harness.fingerprint import fingerprint, redact
+from commbench.harness.environment.fingerprint import fingerprint, redact
 from commbench.harness.launch import NOTHING_AGAIN, Again, Event, refuse_external, run_launch
-from commbench.harness.launchers import Nodes, OtherHosts, Program, launch_command
-from commbench.harness.mpirun import binds, find_mpirun
+from commbench.harness.launchers import binding
+from commbench.harness.launchers.commands import Nodes, OtherHosts, Program, launch_command
+from commbench.harness.launchers.mpirun import binds, find_mpirun
+from commbench.harness.ranks.work import remove_work
 from commbench.harness.resume import (
     Unfinished,
     differences,
@@ -33,9 +34,8 @@ from commbench.harness.resume import (
     remove_temporaries,
     settle_samples,
 )
-from commbench.harness.supervisor import Limits, interruptible, stopping
-from commbench.harness.tracing import launch_span
-from commbench.harness.work import remove_work
+from commbench.harness.supervision.supervisor import Limits, interruptible, stopping
+from commbench.harness.views.tracing import launch_span
 from commbench.measure.settings import Settings
 from commbench.native.segment import remove_stale
 from commbench.policy import load_policy

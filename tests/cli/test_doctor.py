@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from commbench.backends.base import Availability
-from commbench.harness.doctor import Directory, Machine, Note, can_run, diagnose
+from commbench.harness.environment.doctor import Directory, Machine, Note, can_run, diagnose
 
 Run = Callable[..., tuple[int, str, str]]
 

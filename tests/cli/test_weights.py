@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from commbench.cli.weights import command
 from commbench.errors import SpecError, StoreError, UsageError
-from commbench.harness.comparable import compare_manifests
+from commbench.harness.environment.comparable import compare_manifests
 from commbench.store.run import open_run
 
 CONFIG = {

@@ -198,7 +198,7 @@ def test_the_token_stands_on_no_command_line(engine: Engine) -> None:
 
 
 def test_a_caller_without_the_token_is_turned_away(tmp_path: Path) -> None:
-    from commbench.harness import channel
+    from commbench.harness.engine import channel
 
     door = channel.Door(tmp_path)
     try:

@@ -6,7 +6,7 @@ import pytest
 
 from commbench import Engine
 from commbench.errors import EngineError
-from commbench.harness.kernel_packages import DEFAULTS, check_versions, defaults_for, left_alone
+from commbench.harness.environment.kernel_packages import DEFAULTS, check_versions, defaults_for, left_alone
 
 GOOD = {"flashinfer-python": "0.4.0rc3", "sgl-kernel": "0.3.14"}
 

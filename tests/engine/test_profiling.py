@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from commbench import Engine
 from commbench.cli.sweep import command
 from commbench.errors import CommbenchError, EngineError, SpecError, UsageError
-from commbench.harness.look import Look
-from commbench.harness.profiling import parse_activities, written
+from commbench.harness.views.look import Look
+from commbench.harness.views.profiling import parse_activities, written
 
 A = np.ones(1000, dtype=np.float32)
 

@@ -15,10 +15,10 @@ import pytest
 
 from commbench import Engine
 from commbench.errors import UsageError
-from commbench.harness import tracing
-from commbench.harness.look import ENDPOINT_VARIABLE, Look
-from commbench.harness.tracing import Context, RankTrace, Trace, traced
-from commbench.harness.watch import watching
+from commbench.harness.ranks.watch import watching
+from commbench.harness.views import tracing
+from commbench.harness.views.look import ENDPOINT_VARIABLE, Look
+from commbench.harness.views.tracing import Context, RankTrace, Trace, traced
 from commbench.measure.observer import BlockSeen
 from commbench.types import Point
 from tests.engine.otlp import attributes, receiving

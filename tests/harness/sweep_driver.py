@@ -12,7 +12,7 @@ from pathlib import Path
 from commbench.errors import CommbenchError
 from commbench.harness import run as harness
 from commbench.harness.resume import unfinished
-from commbench.harness.supervisor import Limits
+from commbench.harness.supervision.supervisor import Limits
 from commbench.sweep import make_spec
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from commbench.errors import UsageError
 from commbench.harness.ab import BASE, CAND, launch_order, make_side
-from commbench.harness.launchers import Program, environment_of
+from commbench.harness.launchers.commands import Program, environment_of
 
 
 @pytest.mark.parametrize("pairs", [1, 5, 10])

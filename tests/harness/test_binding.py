@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from commbench.errors import SpecError
-from commbench.harness.binding import VARIABLE, bind_rank, check, cores_for
+from commbench.harness.launchers.binding import VARIABLE, bind_rank, check, cores_for
 
 # two sockets of two cores with two threads each; threads 0-3 are the first of each core
 CORE_OF = {0: 0, 4: 0, 1: 1, 5: 1, 2: 2, 6: 2, 3: 3, 7: 3}
@@ -48,7 +48,7 @@ def test_more_ranks_than_cores_are_refused_with_both_numbers() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system lets no process choose its cores")
 def test_a_rank_binds_itself_and_too_many_are_found_before_anything_runs() -> None:
-    program = "import os; from commbench.harness.binding import bind_rank; bind_rank(os.environ); " + (
+    program = "import os; from commbench.harness.launchers.binding import bind_rank; bind_rank(os.environ); " + (
         "print(sorted(os.sched_getaffinity(0)))"
     )
     here = sorted(os.sched_getaffinity(0))

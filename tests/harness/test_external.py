@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from commbench.errors import SpecError
-from commbench.harness.external import find_inside, first_host, tasks_per_node
+from commbench.harness.launchers.external import find_inside, first_host, tasks_per_node
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 OPEN_MPI = {

@@ -23,10 +23,10 @@ import psutil
 import pytest
 
 from commbench.errors import SpecError
-from commbench.harness.mpirun import find_mpirun
+from commbench.harness.launchers.mpirun import find_mpirun
 from commbench.harness.order import shuffled
 from commbench.harness.run import new_manifest, prepare
-from commbench.harness.supervisor import kills_for_memory
+from commbench.harness.supervision.supervisor import kills_for_memory
 from commbench.native import segment
 from commbench.store.run import Plan, PointLog, create, open_run, row_of
 from commbench.sweep import make_spec

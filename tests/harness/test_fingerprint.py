@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from commbench.harness import fingerprint as module
-from commbench.harness.fingerprint import (
+from commbench.harness.environment import fingerprint as module
+from commbench.harness.environment.fingerprint import (
     REDACTED,
     differences,
     fingerprint,
@@ -71,7 +71,8 @@ def test_it_describes_this_machine_and_survives_json(taken: dict[str, Any]) -> N
 
 def test_it_names_the_versions_of_torch_and_commbench_without_importing_torch() -> None:
     code = (
-        "import sys; from commbench.harness.fingerprint import fingerprint; v = fingerprint('cpu')['versions'];"
+        "import sys; from commbench.harness.environment.fingerprint import fingerprint;"
+        "v = fingerprint('cpu')['versions'];"
         "print('torch' in sys.modules, v['torch'], v['commbench'])"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout

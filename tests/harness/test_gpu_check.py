@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from commbench.errors import LaunchError
-from commbench.harness.gpu_check import Machine, check, chosen, lines_of, look, main, summary_of
+from commbench.harness.environment.gpu_check import Machine, check, chosen, lines_of, look, main, summary_of
 from commbench.registry import BACKENDS
 from commbench.sweep import expand, make_spec
 
@@ -158,7 +158,7 @@ def test_this_machines_gpus_are_all_right(tmp_path: Path) -> None:
     if not look().gpus:
         pytest.skip("no GPU here")
     done = subprocess.run(
-        [sys.executable, "-m", "commbench.harness.gpu_check", "--out", str(tmp_path)],
+        [sys.executable, "-m", "commbench.harness.environment.gpu_check", "--out", str(tmp_path)],
         capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,7 +9,7 @@ import pytest
 
 from commbench.errors import SpecError
 from commbench.harness import run as harness
-from commbench.harness.comparable import compare_manifests
+from commbench.harness.environment.comparable import compare_manifests
 from commbench.sweep import make_spec
 
 

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from commbench.errors import SpecError
-from commbench.harness import launchers
-from commbench.harness.launchers import Nodes, Program, environment_of, launch_command, launcher_facts
-from commbench.harness.sockets import interface_of, listen_on, parse_endpoint
+from commbench.harness.hosts.sockets import interface_of, listen_on, parse_endpoint
+from commbench.harness.launchers import commands as launchers
+from commbench.harness.launchers.commands import Nodes, Program, environment_of, launch_command, launcher_facts
 
 
 def test_on_one_host_torchrun_meets_on_loopback_under_our_agent() -> None:
     command = launch_command(Path("run"), 3, 4, Program("python3"))
-    assert command[:3] == ["python3", "-m", "commbench.harness.agent"]
+    assert command[:3] == ["python3", "-m", "commbench.harness.launchers.agent"]
     assert "--nnodes=1" in command
     assert "--nproc-per-node=4" in command
     assert "--rdzv-endpoint=localhost:0" in command
-    assert command[-4:] == ["--module", "commbench.harness.rank", "run", "3"]
+    assert command[-4:] == ["--module", "commbench.harness.ranks.rank", "run", "3"]
 
 
 def test_another_commbench_is_started_by_torchs_own_agent() -> None:
@@ -78,7 +78,7 @@ def test_the_agents_stores_listen_on_the_address_they_are_named_by_only() -> Non
     """torch's own listens on every interface; asked in a process of its own, for it replaces torch's class."""
     program = """
 import os, psutil, torch.distributed as dist
-from commbench.harness.agent import bind_stores
+from commbench.harness.launchers.agent import bind_stores
 bind_stores()
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as backend
 assert backend.TCPStore is dist.TCPStore

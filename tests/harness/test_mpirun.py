@@ -14,9 +14,9 @@ import pytest
 
 from commbench.backends.mpi_job import MpiJob, find_job
 from commbench.errors import SpecError
-from commbench.harness import mpirun
-from commbench.harness.launchers import Program, environment_of, launch_command
-from commbench.harness.mpirun import Mpirun, cause, identify, options_of, rendezvous
+from commbench.harness.launchers import mpirun
+from commbench.harness.launchers.commands import Program, environment_of, launch_command
+from commbench.harness.launchers.mpirun import Mpirun, cause, identify, options_of, rendezvous
 from commbench.harness.run import prepare
 from commbench.sweep import make_spec
 
@@ -140,7 +140,7 @@ def test_the_command_starts_the_rank_module_under_a_launcher_from_path(
     monkeypatch.setenv("PATH", str(tmp_path))
     command = launch_command(tmp_path / "run", 3, 2, Program("python3", launcher="mpirun"))
     assert command[:3] == [str(script), "-n", "2"]
-    assert command[-5:] == ["python3", "-m", "commbench.harness.rank", str(tmp_path / "run"), "3"]
+    assert command[-5:] == ["python3", "-m", "commbench.harness.ranks.rank", str(tmp_path / "run"), "3"]
 
 
 # ---- what the launcher tells of a death ------------------------------------------------------------------------

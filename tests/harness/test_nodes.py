@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from commbench.errors import LaunchError, SpecError
-from commbench.harness import nodes as nodes_module
-from commbench.harness.launchers import Program
-from commbench.harness.nodes import Connection, Head, follow, lead, nearest_cause
-from commbench.harness.preflight import NodeFacts, facts_here
-from commbench.harness.sockets import free_port
+from commbench.harness.hosts import nodes as nodes_module
+from commbench.harness.hosts.nodes import Connection, Head, follow, lead, nearest_cause
+from commbench.harness.hosts.preflight import NodeFacts, facts_here
+from commbench.harness.hosts.sockets import free_port
+from commbench.harness.launchers.commands import Program
 
 
 def facts(node: int) -> NodeFacts:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from commbench.errors import SpecError
-from commbench.harness.preflight import (
+from commbench.harness.hosts.preflight import (
     OK,
     PROBLEM,
     WARNING,
@@ -22,7 +22,7 @@ from commbench.harness.preflight import (
     probe,
     serve,
 )
-from commbench.harness.sockets import listen_on
+from commbench.harness.hosts.sockets import listen_on
 
 VERSIONS = {"commbench": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "numpy": "2.4.6", "kernel": "6.8"}
 

@@ -14,8 +14,9 @@ import pytest
 from commbench.errors import SpecError, StoreError, UsageError
 from commbench.harness import resume as module
 from commbench.harness.launch import Again, left_over, run_launch, unrepeated
-from commbench.harness.launchers import Program
+from commbench.harness.launchers.commands import Program
 from commbench.harness.order import shuffled
+from commbench.harness.ranks.work import read_work, remove_work, write_work
 from commbench.harness.resume import (
     differences,
     held,
@@ -26,7 +27,6 @@ from commbench.harness.resume import (
     unfinished,
 )
 from commbench.harness.run import conclude, new_manifest, prepare, refuse_another, resume
-from commbench.harness.work import read_work, remove_work, write_work
 from commbench.store.run import Plan, PointLog, create, open_run, row_of, update_manifest
 from commbench.store.samples import SampleLog, to_parquet
 from commbench.sweep import make_spec

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commbench.harness.heartbeat import (
+from commbench.harness.launch import Tail
+from commbench.harness.supervision.heartbeat import (
     BETWEEN,
     CALIBRATING,
     DONE,
@@ -25,9 +26,8 @@ from commbench.harness.heartbeat import (
     Pulse,
     join,
 )
-from commbench.harness.launch import Tail
-from commbench.harness.stacks import RankState, first_stopped, process_state
-from commbench.harness.supervisor import (
+from commbench.harness.supervision.stacks import RankState, first_stopped, process_state
+from commbench.harness.supervision.supervisor import (
     FOREIGN_S,
     LEAST_POINT_S,
     LINGER_S,
@@ -190,7 +190,7 @@ def stack(file: str, function: str) -> str:
         '  File "/lib/threading.py", line 5 in wait\n\n'
         "Current thread 0x00007f0000000002 (most recent call first):\n"
         f'  File "/site/{file}", line 12 in {function}\n'
-        '  File "/site/commbench/harness/rank.py", line 9 in <module>\n'
+        '  File "/site/commbench/harness/ranks/rank.py", line 9 in <module>\n'
     )
 
 

@@ -57,7 +57,7 @@ def ranks_of(host: Host) -> list[psutil.Process]:
     found = []
     for process in host.processes():
         words = process.cmdline()
-        if "commbench.harness.rank" in words and "commbench.harness.agent" not in words:
+        if "commbench.harness.ranks.rank" in words and "commbench.harness.launchers.agent" not in words:
             found.append(process)
     return found
 

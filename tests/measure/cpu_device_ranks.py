@@ -29,7 +29,7 @@ def launch(rank: int, size: int, script: Script) -> dict[str, Any]:
     from commbench.coordinator.alone import AloneBackend
     from commbench.coordinator.group import GroupCoordinator
     from commbench.coordinator.world import local_platform
-    from commbench.harness.worker import Objects
+    from commbench.harness.ranks.worker import Objects
     from commbench.measure.session import Meter
     from commbench.measure.settings import Settings
     from commbench.measure.team import PageTeam

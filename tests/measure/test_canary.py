@@ -9,7 +9,7 @@ from tests.ranks import run_ranks, world
 
 
 def _take(rank: int, size: int) -> Any:
-    from commbench.harness.worker import Objects
+    from commbench.harness.ranks.worker import Objects
     from commbench.measure import canary
     from commbench.measure.team import PageTeam
 

@@ -261,7 +261,7 @@ def test_agreeing_clocks_are_known_as_well_as_the_worst_rank() -> None:
 
 
 def compare_clocks(rank: int, size: int) -> list[dict[str, Any]]:
-    from commbench.harness.worker import Objects
+    from commbench.harness.ranks.worker import Objects
     from commbench.measure.team import PageTeam
 
     team = PageTeam.form(rank, size, Objects(world().cpu_group), oversubscribed=size > (os.cpu_count() or 1))

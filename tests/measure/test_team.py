@@ -19,7 +19,7 @@ from tests.ranks import run_ranks, world
 
 
 def team_of(rank: int, size: int) -> PageTeam:
-    from commbench.harness.worker import Objects
+    from commbench.harness.ranks.worker import Objects
 
     return PageTeam.form(rank, size, Objects(world().cpu_group), oversubscribed=size > (os.cpu_count() or 1))
 

@@ -154,7 +154,7 @@ def test_samples_of_hosts_whose_clocks_are_an_hour_apart_line_up_within_the_stat
 def same_clock(rank: int, size: int) -> Any:
     import torch.distributed as dist
 
-    from commbench.harness.worker import Objects
+    from commbench.harness.ranks.worker import Objects
 
     group = world()
     objects = Objects(group.cpu_group)

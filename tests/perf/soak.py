@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from commbench.harness.stacks import process_state
+from commbench.harness.supervision.stacks import process_state
 from commbench.store.run import Run, open_run
 from tests.harness.faults import Sweep
 
@@ -109,7 +109,9 @@ class Soak:
         with contextlib.suppress(psutil.NoSuchProcess, AssertionError):  # what would be hit has just ended
             command = sweep.supervisor
             family = command.children(recursive=True)
-            ranks = [p for p in family if "commbench.harness.rank" in p.cmdline()[2:4] and p.ppid() != command.pid]
+            ranks = [
+                p for p in family if "commbench.harness.ranks.rank" in p.cmdline()[2:4] and p.ppid() != command.pid
+            ]
             kind = self.rng.choice([*AT_RANKS, *AT_COMMAND, LAUNCHER])
             if kind in AT_COMMAND:
                 if not (sweep.directory / "plan.json").exists():

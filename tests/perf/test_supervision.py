@@ -16,9 +16,9 @@ import pytest
 
 from commbench.harness import run as harness
 from commbench.harness.launch import run_launch
-from commbench.harness.launchers import Program, environment_of, launch_command
+from commbench.harness.launchers.commands import Program, environment_of, launch_command
 from commbench.harness.order import shuffled
-from commbench.harness.work import write_work
+from commbench.harness.ranks.work import write_work
 from commbench.store.run import Plan, create, open_run, row_of
 from commbench.sweep import make_spec
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from commbench.backends.mpi_job import MpiJob, find_job
 from commbench.errors import LaunchError, SpecError, StoreError
-from commbench.harness import binding
-from commbench.harness.launchers import Nodes, Program, sockets
+from commbench.harness.launchers import binding
+from commbench.harness.launchers.commands import Nodes, Program, sockets
 from commbench.store.run import Plan, create, update_manifest
 
 _PORTS = (20_000, 30_000)  # where ranks meet that nobody told a port
@@ -144,8 +144,8 @@ def run_inside(inside: Inside, plan: Plan, bind: str, out: Path, manifest: Mappi
 
 
 def _measure(directory: Path) -> None:
-    from commbench.harness import worker
-    from commbench.harness.watch import watching
+    from commbench.harness.ranks import worker
+    from commbench.harness.ranks.watch import watching
 
     with watching(directory, 0) as watch:
         worker.main(directory, 0, None, watch)
@@ -155,7 +155,7 @@ def _own_sockets(inside: Inside) -> dict[str, str]:
     """gloo's interface: loopback on one host; on several the one that leads to where the ranks meet."""
     if inside.job.local_size == inside.job.size:
         return sockets(os.environ, Program())
-    from commbench.harness.sockets import address_towards
+    from commbench.harness.hosts.sockets import address_towards
 
     own = address_towards(inside.address, inside.port)
     return sockets(os.environ, Program(nodes=Nodes(2, own_address=own))) if own else {}

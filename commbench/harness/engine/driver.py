@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from commbench import errors
 from commbench.errors import BackendUnavailable, CommbenchError, EngineError, PeerLost, UsageError, unknown
-from commbench.harness.channel import Gone
-from commbench.harness.engine_arrays import Packed, one_per_rank
-from commbench.harness.engine_job import GRACE_S, POLL_S, Job
-from commbench.harness.launchers import launch_command, printable
-from commbench.harness.tracing import PARENT_VARIABLE, launch_span
+from commbench.harness.engine.arrays import Packed, one_per_rank
+from commbench.harness.engine.channel import Gone
+from commbench.harness.engine.job import GRACE_S, POLL_S, Job
+from commbench.harness.launchers.commands import launch_command, printable
+from commbench.harness.views.tracing import PARENT_VARIABLE, launch_span
 from commbench.store import schema
 from commbench.types import DTYPES, OPS, Point
 
@@ -123,7 +123,7 @@ class Engine:
     ) -> None:
         self._job: Job | None = None
         started = time.time()
-        from commbench.harness.kernel_packages import check_versions, installed_versions, left_alone
+        from commbench.harness.environment.kernel_packages import check_versions, installed_versions, left_alone
         from commbench.harness.run import prepare
         from commbench.sweep import make_spec
 
@@ -148,7 +148,7 @@ class Engine:
         # also when this process ends; and it must not hold the engine
         self._finalizer = weakref.finalize(self, job.end)
         try:
-            from commbench.harness.fingerprint import fingerprint
+            from commbench.harness.environment.fingerprint import fingerprint
 
             self._fingerprint = fingerprint(self._settings.device)  # takes a while, as do the ranks
             deadline = time.monotonic() + startup_timeout_s
@@ -246,8 +246,8 @@ class Engine:
         on_event: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> Measurements:
         """model: elements of its tensors and bytes of a bucket, for a weight update."""
-        from commbench.harness.engine_plan import planned
-        from commbench.harness.look import Look
+        from commbench.harness.engine.plan import planned
+        from commbench.harness.views.look import Look
 
         called_ns = time.monotonic_ns()
         self._check_usable()
@@ -511,8 +511,8 @@ class Engine:
         True; ``on_trace_ready`` and ``custom_trace_id_callback`` as functions that a module holds. Raises EngineError
         when a profile runs already, UsageError for an option that this torch does not have or that cannot travel.
         """
-        from commbench.harness.profiling import PROFILES_DIR, written
         from commbench.harness.run import new_run_id
+        from commbench.harness.views.profiling import PROFILES_DIR, written
 
         plain = written(options)
         with self._turn("start_profile"):

@@ -25,13 +25,21 @@ from commbench.coordinator.layouts import parallel_layout
 from commbench.coordinator.setup import backends_of
 from commbench.coordinator.world import library_for_shared_gpus, local_platform, new_group, world_group
 from commbench.errors import CommbenchError
-from commbench.harness.agent import bind_stores
-from commbench.harness.fingerprint import format_cpu_list, rank_facts
-from commbench.harness.heartbeat import BETWEEN, CALIBRATING, DONE, FINISHING, JOINING, STORE_LOST, Heartbeat
+from commbench.harness.environment.fingerprint import format_cpu_list, rank_facts
 from commbench.harness.launch import PROGRESS
+from commbench.harness.launchers.agent import bind_stores
 from commbench.harness.order import shuffled
-from commbench.harness.watch import Watch, watching
-from commbench.harness.work import read_work
+from commbench.harness.ranks.watch import Watch, watching
+from commbench.harness.ranks.work import read_work
+from commbench.harness.supervision.heartbeat import (
+    BETWEEN,
+    CALIBRATING,
+    DONE,
+    FINISHING,
+    JOINING,
+    STORE_LOST,
+    Heartbeat,
+)
 from commbench.measure import canary
 from commbench.measure.loop import Block
 from commbench.measure.places import Place

@@ -56,7 +56,7 @@ def look() -> Machine:
     """Examine this machine. Imports torch."""
     from dataclasses import asdict
 
-    from commbench.harness import doctor
+    from commbench.harness.environment import doctor
     from commbench.harness.run import gpu_count
 
     found = doctor.look()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from commbench.errors import SpecError
-from commbench.harness.fingerprint import parse_cpu_list
+from commbench.harness.environment.fingerprint import parse_cpu_list
 
 VARIABLE = "COMMBENCH_BIND"  # what was asked for, to the ranks
 BINDINGS = ("core", "numa", "none")

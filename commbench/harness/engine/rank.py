@@ -24,14 +24,14 @@ from commbench.coordinator.group import GroupCoordinator
 from commbench.coordinator.setup import backends_of
 from commbench.coordinator.world import local_platform, world_group
 from commbench.errors import BackendUnavailable, CollectiveError, CommbenchError, UsageError
-from commbench.harness import worker
-from commbench.harness.channel import Gone, Link, enter
-from commbench.harness.fingerprint import rank_facts
-from commbench.harness.heartbeat import BETWEEN, CALIBRATING, FINISHING, STAGES
+from commbench.harness.engine.channel import Gone, Link, enter
+from commbench.harness.environment.fingerprint import rank_facts
 from commbench.harness.order import shuffled
-from commbench.harness.profiling import RankProfile
-from commbench.harness.rank import die_with_parent, log_path
-from commbench.harness.tracing import Context, RankTrace
+from commbench.harness.ranks import worker
+from commbench.harness.ranks.rank import die_with_parent, log_path
+from commbench.harness.supervision.heartbeat import BETWEEN, CALIBRATING, FINISHING, STAGES
+from commbench.harness.views.profiling import RankProfile
+from commbench.harness.views.tracing import Context, RankTrace
 from commbench.measure import canary
 from commbench.measure.observer import Observer
 from commbench.measure.places import Place

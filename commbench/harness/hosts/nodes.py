@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from commbench.errors import LaunchError, SpecError
-from commbench.harness import preflight
-from commbench.harness.launchers import Nodes, Program
-from commbench.harness.preflight import Finding, LinkFacts, NodeFacts
-from commbench.harness.sockets import free_port, listen_on
+from commbench.harness.hosts import preflight
+from commbench.harness.hosts.preflight import Finding, LinkFacts, NodeFacts
+from commbench.harness.hosts.sockets import free_port, listen_on
+from commbench.harness.launchers.commands import Nodes, Program
 
 BEAT_S = 1.0
 LOST_S = 6.0  # without a sign of life

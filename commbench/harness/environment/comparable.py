@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from commbench.harness.fingerprint import differences
+from commbench.harness.environment.fingerprint import differences
 
 # What makes a machine another one. The rest of a fingerprint (versions, variables, governor) may be what is compared.
 _MACHINE: tuple[str, ...] = (

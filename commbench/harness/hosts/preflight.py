@@ -244,7 +244,7 @@ def _names(nodes: Sequence[NodeFacts]) -> str:
 
 def facts_here(node: int, plan: str = "") -> NodeFacts:
     """This host. No library is loaded for it."""
-    from commbench.harness.fingerprint import accelerator_names
+    from commbench.harness.environment.fingerprint import accelerator_names
 
     versions = {"commbench": __version__, "python": platform.python_version(), "kernel": platform.release()}
     for package in ("torch", "numpy"):

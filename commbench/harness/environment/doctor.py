@@ -16,7 +16,7 @@ from typing import Any
 
 from commbench.backends.base import Availability
 from commbench.errors import CommbenchError, PolicyError
-from commbench.harness.fingerprint import fingerprint, rank_facts, redact
+from commbench.harness.environment.fingerprint import fingerprint, rank_facts, redact
 from commbench.native.segment import directories, stale
 from commbench.policy import list_policies, load_policy
 from commbench.policy.evaluate import read_variable

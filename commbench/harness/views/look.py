@@ -30,13 +30,13 @@ class Look:
         extra for OTLP is missing."""
         activities: tuple[str, ...] = ()
         if profile is not None:
-            from commbench.harness.profiling import parse_activities
+            from commbench.harness.views.profiling import parse_activities
 
             activities = (EVERYTHING,) if profile == EVERYTHING else parse_activities(profile)
         if not trace and endpoint is None:
             return cls(activities)
         if endpoint is not None:
-            from commbench.harness.tracing import exporter_to
+            from commbench.harness.views.tracing import exporter_to
 
             exporter_to(endpoint)
             return cls(activities, True, endpoint, asked=True)
@@ -58,12 +58,12 @@ class Look:
         """Around the run into a directory."""
         with contextlib.ExitStack() as stack:
             if self.profile:
-                from commbench.harness.profiling import PROFILE_VARIABLE
-                from commbench.harness.tracing import environment
+                from commbench.harness.views.profiling import PROFILE_VARIABLE
+                from commbench.harness.views.tracing import environment
 
                 stack.enter_context(environment({PROFILE_VARIABLE: ",".join(self.profile)}))
             if self.trace:
-                from commbench.harness.tracing import traced
+                from commbench.harness.views.tracing import traced
 
                 stack.enter_context(traced(directory, self._endpoint(warn), warn))
             yield
@@ -71,7 +71,7 @@ class Look:
     def _endpoint(self, warn: Callable[[str], None]) -> str:
         """What the environment names must not stop a sweep."""
         if self.endpoint and not self.asked:
-            from commbench.harness.tracing import exporter_to
+            from commbench.harness.views.tracing import exporter_to
 
             try:
                 exporter_to(self.endpoint)
@@ -84,12 +84,12 @@ class Look:
         """Lines on where to find what was asked for, after the run."""
         lines = []
         if self.trace:
-            from commbench.harness.tracing import TRACE_JSON, listed
+            from commbench.harness.views.tracing import TRACE_JSON, listed
 
             if (directory / TRACE_JSON).exists():
                 lines += [f"trace: {directory / TRACE_JSON} (ui.perfetto.dev opens it)", *listed(directory)]
         if self.profile:
-            from commbench.harness.profiling import PROFILES_DIR
+            from commbench.harness.views.profiling import PROFILES_DIR
 
             found = sorted((directory / PROFILES_DIR).glob("*.trace.json"))
             lines.append(

@@ -7,11 +7,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from commbench.harness.hosts.nodes import RunPart
 from commbench.harness.launch import Launch
-from commbench.harness.launchers import Program
-from commbench.harness.nodes import RunPart
+from commbench.harness.launchers.commands import Program
 from commbench.harness.order import shuffled
-from commbench.harness.supervisor import Limits
+from commbench.harness.supervision.supervisor import Limits
 from commbench.store import schema
 from commbench.store.run import Plan, check_writable
 

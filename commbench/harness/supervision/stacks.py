@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from commbench.harness.heartbeat import Pulse
-from commbench.harness.rank import STACK_SIGNAL, log_path
+from commbench.harness.ranks.rank import STACK_SIGNAL, log_path
+from commbench.harness.supervision.heartbeat import Pulse
 
 STACKS_WITHIN_S = 1.5  # for a rank to write its stacks
 NATIVE_WITHIN_S = 5.0

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from commbench.harness.heartbeat import FINISHING, STAGES
-from commbench.harness.look import EVERYTHING
-from commbench.harness.profiling import PROFILE_VARIABLE, PROFILES_DIR, Profiler, RankProfile
-from commbench.harness.tracing import RankTrace, rank_trace
+from commbench.harness.supervision.heartbeat import FINISHING, STAGES
+from commbench.harness.views.look import EVERYTHING
+from commbench.harness.views.profiling import PROFILE_VARIABLE, PROFILES_DIR, Profiler, RankProfile
+from commbench.harness.views.tracing import RankTrace, rank_trace
 from commbench.measure.observer import Observer
 
 

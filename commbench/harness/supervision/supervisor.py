@@ -21,8 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from commbench.harness.heartbeat import BETWEEN, DONE, FINISHING, VISITING, Pulse, born
-from commbench.harness.stacks import process_state
+from commbench.harness.supervision.heartbeat import BETWEEN, DONE, FINISHING, VISITING, Pulse, born
+from commbench.harness.supervision.stacks import process_state
 from commbench.types import Point
 
 LEAST_POINT_S = 60.0  # of a point's limit where the user names none

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from commbench.harness import binding
-from commbench.harness import mpirun as mpi
-from commbench.harness.kernel_packages import defaults_for
-from commbench.harness.sockets import interface_of
+import commbench
+from commbench.harness.environment.kernel_packages import defaults_for
+from commbench.harness.hosts.sockets import interface_of
+from commbench.harness.launchers import binding
+from commbench.harness.launchers import mpirun as mpi
 
 LAUNCHER_JOINS_S = 60  # for the torchruns of all hosts to find each other
 
@@ -68,7 +69,7 @@ class Program:
     own_commbench: bool = False
     launcher: str = "torchrun"
     mpirun_options: str = ""
-    module: str = "commbench.harness.rank"
+    module: str = "commbench.harness.ranks.rank"
     bind: str = ""
     nodes: Nodes = Nodes()
     others: OtherHosts | None = field(default=None, compare=False)
@@ -89,7 +90,7 @@ def launch_command(directory: Path, launch: int, ranks: int, program: Program | 
         return [found.path, *options, program.python, "-m", program.module, str(directory), str(launch)]
     nodes = program.nodes
     # another commbench may be too old to have an agent of its own
-    agent = "torch.distributed.run" if program.own_commbench else "commbench.harness.agent"
+    agent = "torch.distributed.run" if program.own_commbench else "commbench.harness.launchers.agent"
     if nodes.count == 1:
         where = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost"]
     else:
@@ -150,7 +151,7 @@ def environment_of(program: Program) -> dict[str, str]:
     if program.own_commbench:
         return environment
     # ranks must find the commbench that started them, also when it was not installed
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(commbench.__file__).resolve().parents[1])
     paths = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
     environment["PYTHONPATH"] = os.pathsep.join([root, *(p for p in paths if p != root)])
     return environment

@@ -46,8 +46,8 @@ def main() -> None:
     os.close(log)
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, all_threads=True)
-    from commbench.harness.binding import bind_rank
-    from commbench.harness.heartbeat import join
+    from commbench.harness.launchers.binding import bind_rank
+    from commbench.harness.supervision.heartbeat import join
 
     bind_rank(os.environ)
 
@@ -57,7 +57,7 @@ def main() -> None:
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks are on the host of the command that watches
             sys.exit(f"the command that watches this launch is gone: {error}")
         heartbeat = None
-    from commbench.harness import worker
+    from commbench.harness.ranks import worker
 
     worker.run(directory, launch, heartbeat)
 

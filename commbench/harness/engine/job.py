@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from commbench.errors import LaunchError
-from commbench.harness.channel import TOKEN_VARIABLE, Door, Gone, Link, closed_quietly
+from commbench.harness.engine.channel import TOKEN_VARIABLE, Door, Gone, Link, closed_quietly
 from commbench.harness.launch import Launch
-from commbench.harness.launchers import Program, environment_of, launch_command
-from commbench.harness.rank import log_path
+from commbench.harness.launchers.commands import Program, environment_of, launch_command
+from commbench.harness.ranks.rank import log_path
 from commbench.store import schema
 
 GRACE_S = 5.0  # for ranks to end by themselves, and again for the job after it was asked to
@@ -50,7 +50,7 @@ class Job:
             folder = Path(tempfile.mkdtemp(prefix="commbench-engine-", dir="/tmp"))
         (folder / schema.LOGS_DIR).mkdir()
         door = Door(folder)
-        program = Program(variables={**variables, TOKEN_VARIABLE: door.token}, module="commbench.harness.engine_rank")
+        program = Program(variables={**variables, TOKEN_VARIABLE: door.token}, module="commbench.harness.engine.rank")
         try:
             with (folder / schema.LOGS_DIR / f"launch-0.{program.launcher}.log").open("ab") as stream:
                 process = subprocess.Popen(

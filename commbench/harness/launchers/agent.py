@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from commbench.harness.sockets import listen_on
+from commbench.harness.hosts.sockets import listen_on
 
 _PLACES = ("host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers", "multi_tenant")
 

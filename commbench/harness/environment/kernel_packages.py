@@ -32,7 +32,7 @@ def check_versions(installed: Mapping[str, str], environment: Mapping[str, str],
 
     installed: distribution → version; one that is missing is no error, since every one is optional.
     """
-    from commbench.harness.doctor import ENGINE_NEEDS, SKIP_VERSION_CHECK
+    from commbench.harness.environment.doctor import ENGINE_NEEDS, SKIP_VERSION_CHECK
     from commbench.policy.load import version_key
 
     if environment.get(SKIP_VERSION_CHECK) == "1":
@@ -50,7 +50,7 @@ def installed_versions(engine: str = "SGLang 0.5.3") -> dict[str, str]:
     """Versions of an engine's kernel packages that are installed here."""
     from importlib.metadata import PackageNotFoundError, version
 
-    from commbench.harness.doctor import ENGINE_NEEDS
+    from commbench.harness.environment.doctor import ENGINE_NEEDS
 
     found = {}
     for package in ENGINE_NEEDS[engine]:

@@ -1,0 +1,1 @@
+"""Several hosts, each with a command of its own."""

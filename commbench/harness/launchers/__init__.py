@@ -1,0 +1,1 @@
+"""Who starts the ranks, with which command, environment and placement."""

@@ -1,0 +1,1 @@
+"""What is seen of a run beside its numbers: traces and profiles."""
