@@ -16,11 +16,17 @@ from commbench.errors import CommbenchError, Interrupted, UsageError
 if TYPE_CHECKING:
     from commbench.analysis.compare import Comparison
     from commbench.analysis.gate import Judgement, Rule
+    from commbench.harness.ab_sides import AbSide
+    from commbench.measure.settings import Settings
+    from commbench.store.run import Run
+    from commbench.sweep import SweepSpec
+    from commbench.types import Point
 
 HISTORY = "history"
 DEFAULT_HISTORY = Path("reports/history")
 DEFAULT_NIGHTS = 30
 DEFAULT_PAIRS = 10
+SCREEN, CONFIRM = "screen", "confirm"  # of --ab: the stages, and their folders
 MOST_CHANGES = 5  # change points that a judgement names
 
 
@@ -274,11 +280,9 @@ def _changes(comparison: Comparison, nights: Sequence[Any]) -> list[str]:
 
 
 def _ab(name: str, flags: RuleFlags, out: Path | None, given: Mapping[str, Any], quiet: bool) -> tuple[Judged, Path]:
-    from commbench.analysis.canaries import compare_canaries, launch_values
-    from commbench.analysis.gate import FEWEST_PAIRS, judge, screen
-    from commbench.harness import ab
-    from commbench.harness.progress import watcher
-    from commbench.harness.run import new_run_id, prepare
+    from commbench.analysis.gate import FEWEST_PAIRS
+    from commbench.harness import ab_sides as ab
+    from commbench.harness.run import interruptible_in, new_run_id, prepare
     from commbench.sweep import find_sweep, make_spec, read_file
 
     pairs = DEFAULT_PAIRS if given["pairs"] is None else int(given["pairs"])
@@ -294,23 +298,51 @@ def _ab(name: str, flags: RuleFlags, out: Path | None, given: Mapping[str, Any],
     for side, what in sides.items():
         own = {**settings, "launches": pairs} | ({"policy": [what.policy]} if what.policy else {})
         specs[side] = make_spec(own, {key: f"{path}: {key}" for key in settings})
+        ab.check_spec(specs[side], str(path))
         expansion, measure = prepare(specs[side])
         points[side] = expansion.points
-    by_policy = sides[ab.BASE].policy != sides[ab.CAND].policy
+        ab.check_side(what, specs[side], expansion.points, measure)
+    if not quiet and settings.get("launches", pairs) != pairs:
+        click.echo(f"{path}: launches = {settings['launches']} is for a sweep; --pairs says how many here", err=True)
     directory = out if out is not None else Path("reports") / new_run_id(f"ab-{specs[ab.BASE].name}")
-    fingerprints = {side: ab.side_fingerprint(what, measure.device) for side, what in sides.items()}
+    runs = [f"{stage}/{side}" for stage in (SCREEN, CONFIRM) for side in sides]
+    with interruptible_in(directory, runs, "a verdict"):
+        judged = _in_pairs(directory, sides, points, specs[ab.BASE], measure, pairs, flags, quiet)
+    return judged, directory
+
+
+def _in_pairs(
+    directory: Path,
+    sides: Mapping[str, AbSide],
+    points: Mapping[str, Sequence[Point]],
+    spec: SweepSpec,
+    measure: Settings,
+    pairs: int,
+    flags: RuleFlags,
+    quiet: bool,
+) -> Judged:
+    """Launch both sides in turn, the suspects once more, and judge."""
+    from dataclasses import replace
+
+    from commbench.analysis.canaries import compare_canaries, launch_values
+    from commbench.analysis.gate import FEWEST_PAIRS, judge, screen
+    from commbench.harness import ab
+    from commbench.harness.ab_sides import side_fingerprint
+    from commbench.harness.environment.fingerprint import differences
+    from commbench.harness.progress import watcher
+
+    by_policy = sides[ab.BASE].policy != sides[ab.CAND].policy
+    fingerprints = {side: side_fingerprint(what, measure.device) for side, what in sides.items()}
     rule = flags.rule(list(fingerprints.values()), FEWEST_PAIRS)
 
-    def stage(label: str, chosen: Mapping[str, Sequence[Any]], seed: int) -> Any:
-        from dataclasses import replace
-
+    def stage(label: str, chosen: Mapping[str, Sequence[Point]], seed: int) -> Mapping[str, Run]:
         total = sum(len(p) for p in chosen.values()) * pairs
         with watcher(total, quiet=quiet, estimate_s=0.0) as on_event:
             return ab.run_stage(
                 directory / label,
                 sides,
                 chosen,
-                specs[ab.BASE],
+                spec,
                 replace(measure, seed=seed),
                 pairs,
                 on_event,
@@ -319,7 +351,7 @@ def _ab(name: str, flags: RuleFlags, out: Path | None, given: Mapping[str, Any],
 
     if not quiet:
         click.echo(f"screen: {pairs} pairs of launches", err=True)
-    first = stage("screen", points, measure.seed)
+    first = stage(SCREEN, points, measure.seed)
     screened, problems = _compared(first, by_policy, sides)
     suspects = screen(screened, rule)
     confirmed = None
@@ -328,7 +360,7 @@ def _ab(name: str, flags: RuleFlags, out: Path | None, given: Mapping[str, Any],
         keyed = {s: [p for p in of if _identity(p, by_policy) in suspects.relaunch] for s, of in points.items()}
         if not quiet:
             click.echo(f"confirm: {len(keyed[ab.BASE])} suspect points, {pairs} fresh pairs", err=True)
-        second = stage("confirm", keyed, measure.seed + 1)
+        second = stage(CONFIRM, keyed, measure.seed + 1)
         confirmed, more = _compared(second, by_policy, sides)
         problems += more
         runs.append(second)
@@ -341,8 +373,6 @@ def _ab(name: str, flags: RuleFlags, out: Path | None, given: Mapping[str, Any],
         for side in (ab.BASE, ab.CAND)
     )
     notes = _canary_notes(before, after)
-    from commbench.harness.environment.fingerprint import differences
-
     notes += [f"environment: {text}" for text in differences(fingerprints[ab.BASE], fingerprints[ab.CAND])]
     judgement = judge(
         screened,
@@ -353,7 +383,7 @@ def _ab(name: str, flags: RuleFlags, out: Path | None, given: Mapping[str, Any],
         confirmation=(suspects, confirmed),
     )
     names = (sides[ab.BASE].name, sides[ab.CAND].name)
-    return Judged(judgement, screened, names, (first[ab.BASE].manifest, first[ab.CAND].manifest)), directory
+    return Judged(judgement, screened, names, (first[ab.BASE].manifest, first[ab.CAND].manifest))
 
 
 def _identity(point: Any, by_policy: bool) -> str:

@@ -98,14 +98,13 @@ def _from_runs(runs: tuple[Path, ...], policy: str | None) -> tuple[Tuning, Incu
 
 def _measured(tp: int, policy: str, keep: Path | None, flags: dict[str, Any], quiet: bool) -> tuple[Tuning, Incumbent]:
     """Launch, choose, refine, confirm."""
-    from tempfile import TemporaryDirectory
-
     from commbench.analysis.confirm import confirm, held_out_points, refinement
     from commbench.analysis.incumbent import Incumbent
     from commbench.analysis.tune import tune
     from commbench.harness import run as harness
     from commbench.harness.progress import watcher
-    from commbench.harness.tuning import Effort, adaptive, half_octaves, kernels_of
+    from commbench.harness.supervision.scratch import scratch_folder
+    from commbench.harness.tuning import COARSE, CONFIRM, REFINE, Effort, adaptive, half_octaves, kernels_of
     from commbench.interop.policy_file import to_toml
     from commbench.interop.policy_of_run import incumbent_of
     from commbench.policy import load_policy
@@ -141,8 +140,9 @@ def _measured(tp: int, policy: str, keep: Path | None, flags: dict[str, Any], qu
         incumbent, _ = incumbent_of(done[0].manifest, policy)
         return tune(_points(done), policy, kernel_of=incumbent.kernel, edges=incumbent.edges)
 
-    with TemporaryDirectory(prefix="commbench-tune-") as scratch, ExitStack() as watching:
-        tuned = str(Path(scratch) / "tuned.toml")
+    kept = harness.interruptible_in(directory, (COARSE, REFINE, CONFIRM), "a policy")
+    with kept, scratch_folder("tune") as scratch, ExitStack() as watching:
+        tuned = str(scratch / "tuned.toml")
 
         def candidates(done: Sequence[Run]) -> Sequence[Point]:
             tuning = choose(done)
@@ -163,7 +163,7 @@ def _measured(tp: int, policy: str, keep: Path | None, flags: dict[str, Any], qu
         )  # fmt: skip
         watching.close()
         incumbent, _ = incumbent_of(done[0].manifest, policy)
-        confirming = [run for run in done if run.directory.name == "confirm"]
+        confirming = [run for run in done if run.directory.name == CONFIRM]
         tuning = choose([run for run in done if run not in confirming])
         if confirming:
             tuning = confirm(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.util
 import os
@@ -10,7 +11,7 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import psutil
 
 from commbench import __version__
-from commbench.errors import LaunchError, SpecError, StoreError, UsageError
+from commbench.errors import Interrupted, LaunchError, SpecError, StoreError, UsageError
 from commbench.harness.environment.fingerprint import fingerprint, redact
 from commbench.harness.launch import NOTHING_AGAIN, Again, Event, refuse_external, run_launch
 from commbench.harness.launchers import binding
@@ -34,11 +35,13 @@ from commbench.harness.resume import (
     remove_temporaries,
     settle_samples,
 )
-from commbench.harness.supervision.supervisor import Limits, interruptible, stopping
+from commbench.harness.supervision.scratch import remove_stale_folders
+from commbench.harness.supervision.supervisor import Limits, StopAtOnce, interruptible, stopping
 from commbench.harness.views.tracing import launch_span
 from commbench.measure.settings import Settings
 from commbench.native.segment import remove_stale
 from commbench.policy import load_policy
+from commbench.store import schema
 from commbench.store.run import Plan, Run, check_writable, create, finish, open_run, update_manifest
 from commbench.sweep import Expansion, SweepSpec, expand, parse_skew
 from commbench.types import AUTO, Platform, Point
@@ -328,6 +331,22 @@ def conclude(work: Unfinished) -> None:
         raise kept_after(error, out) from error
 
 
+@contextlib.contextmanager
+def interruptible_in(directory: Path, runs: Sequence[str], without: str) -> Iterator[None]:
+    """``interruptible`` for a command that makes several runs, in these folders of ``directory``: being asked to stop
+    raises Interrupted, which says how many finished points they keep, and ``without`` what the command ends."""
+    with interruptible():
+        try:
+            yield
+        except StopAtOnce as error:
+            raise Interrupted(f"interrupted twice; finished points are kept in {directory}") from error
+        except KeyboardInterrupt as error:
+            begun = [directory / name for name in runs if (directory / name / schema.POINTS_JSONL).exists()]
+            count = sum(len(open_run(run).rows()) for run in begun)
+            kept = f"{count} finished points are kept in {directory}" if begun else "nothing was measured"
+            raise Interrupted(f"interrupted, without {without}; {kept}") from error
+
+
 def _measure(
     out: Path,
     spec: SweepSpec,
@@ -344,6 +363,7 @@ def _measure(
         program = replace(program, nodes=others.nodes, others=others)
         update_manifest(out, **others.record())
     remove_stale()  # the memory that killed runs left may be what this one needs
+    remove_stale_folders()
     try:
         try:
             for launch in launches:

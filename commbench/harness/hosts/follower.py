@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from commbench.harness.hosts.nodes import RunPart
 from commbench.harness.launch import Launch
 from commbench.harness.launchers.commands import Program
 from commbench.harness.order import shuffled
+from commbench.harness.supervision.scratch import scratch_folder
 from commbench.harness.supervision.supervisor import Limits
 from commbench.store import schema
 from commbench.store.run import Plan, check_writable
@@ -19,10 +19,10 @@ from commbench.store.run import Plan, check_writable
 @contextlib.contextmanager
 def part_of(plan: Plan, ranks: int, limits: Limits, out: Path | None) -> Iterator[RunPart]:
     """What runs this host's ranks of a job. Plan and logs stand in ``out``, or in a temporary folder that goes at the
-    end. Raises StoreError where ``out`` cannot be used."""
+    end (of the next command here, where this one is killed). Raises StoreError where ``out`` cannot be used."""
     with contextlib.ExitStack() as stack:
         if out is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="commbench-node-")))
+            folder = stack.enter_context(scratch_folder("node"))
         else:
             check_writable(out)
             folder = out

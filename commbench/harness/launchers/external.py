@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import time
 import traceback
 import zlib
@@ -23,6 +22,7 @@ from commbench.backends.mpi_job import MpiJob, find_job
 from commbench.errors import LaunchError, SpecError, StoreError
 from commbench.harness.launchers import binding
 from commbench.harness.launchers.commands import Nodes, Program, sockets
+from commbench.harness.supervision.scratch import scratch_folder
 from commbench.store.run import Plan, create, update_manifest
 
 _PORTS = (20_000, 30_000)  # where ranks meet that nobody told a port
@@ -131,10 +131,10 @@ def run_inside(inside: Inside, plan: Plan, bind: str, out: Path, manifest: Mappi
         create(out, manifest, plan)
         _rank_zero(inside, out)
         return True
-    with tempfile.TemporaryDirectory(prefix="commbench-rank-") as folder:
-        plan.save(Path(folder))
+    with scratch_folder("rank") as folder:
+        plan.save(folder)
         try:
-            _measure(Path(folder))
+            _measure(folder)
         except BaseException:  # noqa: BLE001 - whatever ends a rank is told where its launcher collects words
             traceback.print_exc()
             sys.stderr.flush()

@@ -259,9 +259,11 @@ class StopAtOnce(KeyboardInterrupt):
 
 @dataclass(slots=True)
 class Stopping:
-    """How often this command was asked to stop, and what ends the running job without further ado."""
+    """How often this command was asked to stop, and what ends the running job without further ado. active: whether
+    being asked comes here at present."""
 
     count: int = 0
+    active: bool = False
     at_once: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -296,11 +298,11 @@ def leave_terminal() -> None:
 @contextlib.contextmanager
 def interruptible() -> Iterator[Stopping]:
     """Inside, SIGINT, SIGTERM and SIGHUP (unless ignored, as under nohup) raise KeyboardInterrupt, and a second one
-    ends the running job at once and raises StopAtOnce."""
-    if threading.current_thread() is not threading.main_thread():
+    ends the running job at once and raises StopAtOnce. One inside another adds nothing: the outer one counts."""
+    if threading.current_thread() is not threading.main_thread() or stopping.active:
         yield stopping
         return
-    stopping.count = 0
+    stopping.count, stopping.active = 0, True
     before: dict[int, Any] = {}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -310,4 +312,4 @@ def interruptible() -> Iterator[Stopping]:
     finally:
         for changed, handler in before.items():
             signal.signal(changed, handler)
-        stopping.count = 0
+        stopping.count, stopping.active = 0, False
