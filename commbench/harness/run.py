@@ -20,6 +20,8 @@ import psutil
 
 from commbench import __version__
 from commbench.errors import Interrupted, LaunchError, SpecError, StoreError, UsageError
+from commbench.harness.environment import devices
+from commbench.harness.environment.devices import ACCELERATORS
 from commbench.harness.environment.fingerprint import fingerprint, redact
 from commbench.harness.launch import NOTHING_AGAIN, Again, Event, refuse_external, run_launch
 from commbench.harness.launchers import binding
@@ -44,7 +46,7 @@ from commbench.policy import load_policy
 from commbench.store import schema
 from commbench.store.run import Plan, Run, check_writable, create, finish, open_run, update_manifest
 from commbench.sweep import Expansion, SweepSpec, expand, parse_skew
-from commbench.types import AUTO, Platform, Point
+from commbench.types import AUTO, Platform
 
 FAILING = ("wrong", "failed", "timeout")
 
@@ -91,9 +93,19 @@ def torch_is_for_cpu() -> bool:
 
 
 def resolve_device(spec: SweepSpec, ranks_here: int | None = None) -> str:
-    """cpu or cuda. ranks_here: on this host, the spec's own number if None. Raises SpecError when CUDA is asked for and
-    not there, or has fewer devices than ranks."""
-    gpus, ranks = gpu_count(), spec.ranks_per_node if ranks_here is None else ranks_here
+    """cpu, cuda, or another that is asked for by name. ranks_here: on this host, the spec's own number if None. Raises
+    SpecError when the device is not there, or there are fewer than ranks."""
+    ranks = spec.ranks_per_node if ranks_here is None else ranks_here
+    if spec.device in ACCELERATORS:
+        found = devices.ask(spec.device)
+        if not found.count:
+            raise SpecError(f"--device {spec.device}: {found.reason}; {found.remedy}")
+        if found.count < ranks:
+            raise SpecError(
+                f"--device {spec.device} with {ranks} ranks here: torch sees {found.count}, one is needed for each rank"
+            )
+        return spec.device
+    gpus = gpu_count()
     if spec.device == "cuda" and not gpus:
         raise SpecError("--device cuda: this machine shows no GPU; use --device cpu")
     if spec.device == "cuda" and torch_is_for_cpu():
@@ -114,6 +126,10 @@ def _check_device(spec: SweepSpec, device: str) -> None:
         raise SpecError("--mode graph: the CPU has no graphs to capture; take --mode eager, or a machine with a GPU")
     if device == "cpu" and spec.share_device:
         raise SpecError("--share-device: the ranks are on the CPU; it is for --device cuda with fewer GPUs than ranks")
+    if device in ACCELERATORS and spec.mode == ("graph",):
+        raise SpecError(f"--mode graph: commbench captures no graphs on {device}; take --mode eager")
+    if device in ACCELERATORS and spec.share_device:
+        raise SpecError(f"--share-device: it is for --device cuda; on {device} each rank has a device of its own")
     if device != "cpu" and spec.sync == "none":
         raise SpecError(
             f"--sync none on {device}: streams meet before every call there; for calls that follow each other at once "
@@ -169,7 +185,7 @@ def prepare(spec: SweepSpec, ranks_here: int | None = None) -> tuple[Expansion, 
         pp=spec.pp,
         ep=spec.ep,
         ca_provider=spec.ca_provider,
-        patience_s=patience_s(spec, expansion.points),
+        patience_s=limits_of(spec).patience_s(expansion.points, spec.max_time_per_point),
     )
     return expansion, settings
 
@@ -184,12 +200,6 @@ def program_of(spec: SweepSpec) -> Program:
 def limits_of(spec: SweepSpec) -> Limits:
     """How long a spec lets points and launches take."""
     return Limits(spec.point_timeout, spec.launch_timeout)
-
-
-def patience_s(spec: SweepSpec, points: Sequence[Point]) -> float:
-    """How long the ranks of a spec wait for each other: longer than any point may take."""
-    limits = limits_of(spec)
-    return 30.0 + max((limits.of_point(p, spec.max_time_per_point) for p in points), default=30.0)
 
 
 def estimate_s(expansion: Expansion, spec: SweepSpec) -> float:

@@ -27,7 +27,7 @@ from commbench.harness.launchers.commands import Nodes, Program
 
 BEAT_S = 1.0
 LOST_S = 6.0  # without a sign of life
-REJOIN_S = 30.0  # for a node that was lost to come back
+REJOIN_S = 30.0  # for a node that was lost to come back, unless nodes have less to come at first
 JOIN_S = 300.0  # for all nodes to come, where the user names no time
 ENDED_S = 20.0  # for a node to say that its ranks are gone
 _LINE_BYTES = 1 << 20
@@ -127,8 +127,16 @@ class Connection:
             time.sleep(BEAT_S)
 
 
+_LAUNCHER_ENDED = re.compile(r"\b(torchrun|mpirun) was (killed|ended from outside) by SIG")
+
+
+def launcher_ended(why: str) -> bool:
+    """Whether a job's reason is that its launcher was ended, here or on another host: no point is to blame for that."""
+    return _LAUNCHER_ENDED.search(why) is not None
+
+
 def nearest_cause(here: str, others: Sequence[str]) -> str:
-    """Of the reasons that several hosts give for one end, the one nearest to the cause: a rank that was killed, then an
+    """Of the reasons that several hosts give for one end, the one nearest to the cause: what was killed, then an
     error of its own, and last what a rank says when it has lost the others. ``here`` counts first among equals."""
     consequence = re.compile(
         r"onnection (closed|reset|refused)|roken pipe|did not come or are gone|no sign of life|its command has ended"
@@ -136,7 +144,7 @@ def nearest_cause(here: str, others: Sequence[str]) -> str:
     )
 
     def distance(text: str) -> int:
-        if "was killed by" in text or "stopped first" in text:
+        if "was killed by" in text or "stopped first" in text or launcher_ended(text):
             return 0
         return 2 if not text or consequence.search(text) else 1
 
@@ -177,6 +185,7 @@ class Head:
     _accepting: threading.Thread | None = None
     _change: threading.Lock = field(default_factory=threading.Lock)
     _jobs: int = 0
+    _join_s: float = JOIN_S
 
     def open(self) -> None:
         """Listen."""
@@ -243,6 +252,7 @@ class Head:
 
     def gather(self, within_s: float) -> None:
         """Wait for all nodes. Raises LaunchError that names those who did not come."""
+        self._join_s = within_s
         deadline = time.monotonic() + within_s
         while self._missing():
             if time.monotonic() > deadline:
@@ -314,12 +324,13 @@ class Head:
 
     def begin(self, launch: int) -> Nodes:
         """Raises LaunchError where a node that was lost does not come back."""
-        deadline = time.monotonic() + REJOIN_S
+        within_s = min(REJOIN_S, self._join_s)
+        deadline = time.monotonic() + within_s
         if self._missing():
-            self.say(f"waiting up to {REJOIN_S:.0f} s for lost nodes to come back")
+            self.say(f"waiting up to {within_s:.0f} s for lost nodes to come back")
         while self._missing():
             if time.monotonic() > deadline:
-                raise LaunchError(self._who_is_missing(REJOIN_S))
+                raise LaunchError(self._who_is_missing(within_s))
             time.sleep(_POLL_S)
         self._jobs += 1
         port = free_port(self.address)
@@ -467,9 +478,10 @@ def follow(
         while True:
             message = connection.receive(_POLL_S)
             if message is None and connection.lost:
-                say(f"node 0 was lost ({connection.lost}); trying to come back for {REJOIN_S:.0f} s")
+                within_s = min(REJOIN_S, join_s)
+                say(f"node 0 was lost ({connection.lost}); trying to come back for {within_s:.0f} s")
                 connection.close()
-                connection = _join(host, port, facts, count, token, REJOIN_S, again=True)
+                connection = _join(host, port, facts, count, token, within_s, again=True)
                 say("back")
             if message is None:
                 continue

@@ -1,15 +1,19 @@
-"""What a launch still has to measure: the watching command writes it, rank 0 reads it and tells the others."""
+"""What a launch still has to measure: the watching command writes it, rank 0 reads it and tells the others. And how
+long its ranks may wait for each other, where the command lets points take longer than the plan says."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from commbench.errors import StoreError
+from commbench.measure.settings import Settings
 from commbench.store.run import write_json
 
 WORK = "work.json"
+PATIENCE_VARIABLE = "COMMBENCH_PATIENCE_S"
 
 
 def write_work(directory: Path, launch: int, orders: Iterable[int]) -> None:
@@ -30,6 +34,13 @@ def read_work(directory: Path, launch: int) -> list[int] | None:
         return [int(order) for order in document["orders"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(f"{path} does not say what launch {launch} has to measure: {error}") from error
+
+
+def with_patience(settings: Settings, environment: Mapping[str, str]) -> Settings:
+    """The settings with the patience that the watching command asks for, where that is more: a run may go on with a
+    longer --point-timeout than the one that it was planned with."""
+    asked_s = float(environment.get(PATIENCE_VARIABLE) or 0.0)
+    return replace(settings, patience_s=max(settings.patience_s, asked_s))
 
 
 def remove_work(directory: Path) -> None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -25,6 +25,7 @@ from commbench.harness.supervision.heartbeat import BETWEEN, DONE, FINISHING, VI
 from commbench.harness.supervision.stacks import process_state
 from commbench.types import Point
 
+PATIENCE_S = 30.0  # that ranks wait for each other longer than any point may take
 LEAST_POINT_S = 60.0  # of a point's limit where the user names none
 COMPILING_S = 120.0  # more for a point that is captured or compiled
 START_S = 300.0  # for ranks to come up: imports from a network disk and communicators of many ranks take minutes
@@ -48,6 +49,12 @@ class Limits:
             return self.point_s
         made = 0.0 if point.mode == "eager" else COMPILING_S
         return LEAST_POINT_S + made + 10 * max_time_per_point_s + 60 * point.size_bytes * point.world_size / 1e9
+
+    def patience_s(self, points: Iterable[Point], max_time_per_point_s: float) -> float:
+        """How long ranks wait for each other: longer than any point may take, so that the watching command, which can
+        say who stopped, is the first to lose its patience."""
+        longest = max((self.of_point(p, max_time_per_point_s) for p in points), default=PATIENCE_S)
+        return PATIENCE_S + longest
 
     @property
     def start_s(self) -> float:
