@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from commbench.errors import LaunchError, SpecError, StoreError
-from commbench.harness.hosts.nodes import nearest_cause
+from commbench.harness.hosts.nodes import launcher_ended, nearest_cause
 from commbench.harness.launchers import mpirun as mpi
 from commbench.harness.launchers.commands import Program, environment_of, launch_command, launcher_facts, printable
 from commbench.harness.ranks.rank import log_path
-from commbench.harness.ranks.work import remove_work, write_work
+from commbench.harness.ranks.work import PATIENCE_VARIABLE, remove_work, write_work
 from commbench.harness.supervision.heartbeat import BETWEEN, STORE_LOST, VARIABLE, VISITING, Page, Pulse
 from commbench.harness.supervision.stacks import collect, first_stopped, write_report
 from commbench.harness.supervision.supervisor import (
@@ -107,6 +107,7 @@ class Launch:
     out_of_memory: bool = False
     code: int | None = None  # the launcher's exit status
     ended_here: bool = False  # the job was ended by this command
+    asked: signal.Signals | None = None  # what torchrun was asked to end with, by somebody else
     _logs_from: dict[Path, int] = field(default_factory=dict)  # sizes of the logs when this job began
     elsewhere: str = ""  # why the job failed on another host, where it did
 
@@ -140,7 +141,7 @@ class Launch:
                     stdout=stream,
                     stderr=subprocess.STDOUT,
                     stdin=subprocess.DEVNULL,
-                    env={**environment_of(program), VARIABLE: page.path, "PET_LOG_DIR": str(self._scratch)},
+                    env=self.environment(program, page.path),
                     start_new_session=True,  # Ctrl-C reaches the command that watches, which then ends the job
                     preexec_fn=_tied_to_parent(),
                 )
@@ -165,6 +166,8 @@ class Launch:
                 self.pulses = page.pulses(iterations=False)
                 if code is not None:
                     self.code = code
+                    if not self.ended_here:
+                        self.asked = self._signal_told()
                     return code
                 now = time.monotonic()
                 trouble = dog.look(self.pulses, now, state_of, heard=bool(self.ready))
@@ -180,6 +183,7 @@ class Launch:
                     if trouble.kind in ("hang", "start", "launch"):
                         self.pulses = page.pulses()
                         self._look_at_stacks(trouble)
+                    self.asked = self._signal_told()  # from here on it would be this command's own
                     self.ended_here = True
                     end_job(job, page.pulses())
                     continue
@@ -198,6 +202,15 @@ class Launch:
                 shutil.rmtree(self._scratch, ignore_errors=True)
                 if others is not None:
                     self.elsewhere = others.end(failed=job.returncode != 0)
+
+    def environment(self, program: Program, page: str) -> dict[str, str]:
+        """Of the launcher, which gives it to the ranks. page: the heartbeat's path."""
+        return {
+            **environment_of(program),
+            **({VARIABLE: page} if program.watched else {}),
+            PATIENCE_VARIABLE: f"{self.limits.patience_s(self.points.values(), self.max_time_per_point_s):g}",
+            "PET_LOG_DIR": str(self._scratch),
+        }
 
     def note(self, event: Event) -> None:
         """Take in what rank 0 told."""
@@ -255,11 +268,27 @@ class Launch:
         return self.trouble is not None and self.trouble.kind == "hang" and not self._errors
 
     @property
-    def launcher_killed(self) -> bool:
-        """Whether the launcher itself was killed, and nothing that its ranks did was the reason."""
+    def _launcher_ended(self) -> str:
+        """How the launcher itself was ended, where nothing that its ranks did was the reason; "" where it was not."""
+        if self.asked is not None:
+            # its ranks end one after the other, and may complain of each other before their turn comes
+            return f"{self.program.launcher} was ended from outside by {self.asked.name}"
         # its ranks end with it, and may have been seen dead before it was
         alone = self.trouble is None or (self.trouble.kind == "dead" and not self.ended_here)
-        return alone and not self._errors and self.code is not None and self.code < 0
+        if alone and not self._errors and self.code is not None and self.code < 0:
+            return f"{self.program.launcher} was killed by {signal.Signals(-self.code).name}"
+        return ""
+
+    def _signal_told(self) -> signal.Signals | None:
+        """The signal that torchrun says it was asked to end with; it says so before it ends its ranks."""
+        found = re.search(
+            r"Received (?:Signals\.)?(\w+) death signal|SignalException: Process \d+ got signal: (?:Signals\.)?(\w+)",
+            _text(self._log, self._logs_from),
+        )
+        if found is None:
+            return None
+        name = found[1] or found[2]
+        return signal.Signals(int(name)) if name.isdigit() else signal.Signals[name]
 
     @property
     def store_lost(self) -> str:
@@ -298,8 +327,8 @@ class Launch:
         return f"{here}; {self.elsewhere}" if self.timed_out else nearest_cause(here, [self.elsewhere])
 
     def _failure_here(self) -> str:
-        if self.launcher_killed and self.code is not None:
-            return f"{self.program.launcher} was killed by {signal.Signals(-self.code).name}"
+        if self._launcher_ended:
+            return self._launcher_ended
         if self.trouble is not None and self.trouble.kind != "dead":
             parts = [_by_rank(rank, text) for _, rank, text in self._errors[:1]] + [self.trouble.text]
             if self.stopped is not None:
@@ -460,7 +489,8 @@ def run_launch(
                 came_up = True
                 record.setdefault("startup_s", launch.startup_s)
                 record.setdefault("startups_s", []).append(launch.startup_s)
-                _keep_rank_facts(directory, launch.ready["rank_facts"])
+                if "rank_facts" in launch.ready:  # those of an earlier commbench tell less
+                    _keep_rank_facts(directory, launch.ready["rank_facts"])
             record["canaries"] = {**record.get("canaries", {}), **launch.canaries}
             if launch.done and (code == 0 or (launch.trouble is not None and launch.trouble.kind == "linger")):
                 return record
@@ -479,7 +509,7 @@ def run_launch(
                 raise LaunchError(
                     f"launch {index} could not start: {why}; the ranks' output is in {directory / schema.LOGS_DIR}"
                 )
-            blamed = None if launch.launcher_killed else _blame(directory, index, points, launch, why, work)
+            blamed = None if launcher_ended(why) else _blame(directory, index, points, launch, why, work)
             if blamed is not None:
                 record["ended_by"].append(blamed)
                 deaths = 1

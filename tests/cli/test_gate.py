@@ -257,7 +257,7 @@ def test_a_new_level_in_the_history_is_told_as_advice(commbench: Run, tmp_path: 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Replaces launching by scripted runs; what each stage was asked to measure is kept in ``stages``."""
-    from commbench.harness import ab
+    from commbench.harness import ab, ab_sides
 
     state: dict[str, Any] = {"factor": {"screen": 1.0, "confirm": 1.0}, "stages": []}
 
@@ -276,7 +276,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return runs
 
     monkeypatch.setattr(ab, "run_stage", run_stage)
-    monkeypatch.setattr(ab, "side_fingerprint", lambda side, device: dict(FINGERPRINT))
+    monkeypatch.setattr(ab_sides, "side_fingerprint", lambda side, device: dict(FINGERPRINT))
     return state
 
 

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from commbench.errors import UsageError
-from commbench.harness.ab import BASE, CAND, launch_order, make_side
+from commbench.harness.ab import launch_order
+from commbench.harness.ab_sides import BASE, CAND, make_side
 from commbench.harness.launchers.commands import Program, environment_of
 
 

@@ -16,6 +16,7 @@ from commbench.harness.hosts.sockets import interface_of
 from commbench.harness.launchers import binding
 from commbench.harness.launchers import mpirun as mpi
 
+OWN_AGENT = "commbench.harness.launchers.agent"
 LAUNCHER_JOINS_S = 60  # for the torchruns of all hosts to find each other
 
 
@@ -62,7 +63,8 @@ class Program:
     """What the ranks run: a Python, variables on top of the user's environment (None takes one away), and whether that
     Python has a commbench of its own to use in place of this one. launcher: what starts them, torchrun or mpirun;
     mpirun_options: what the user gives mpirun. bind: core, numa or none, "" for what the launcher does by itself.
-    module: what each rank runs. nodes: the hosts; others: their commands, where there are several."""
+    module: what each rank runs; agent: what runs torchrun, "" for torch's own. watched: the ranks tell where they are
+    in a way that this commbench reads. nodes: the hosts; others: their commands, where there are several."""
 
     python: str = sys.executable
     variables: Mapping[str, str | None] = field(default_factory=dict)
@@ -70,6 +72,8 @@ class Program:
     launcher: str = "torchrun"
     mpirun_options: str = ""
     module: str = "commbench.harness.ranks.rank"
+    agent: str = ""
+    watched: bool = True
     bind: str = ""
     nodes: Nodes = Nodes()
     others: OtherHosts | None = field(default=None, compare=False)
@@ -90,7 +94,7 @@ def launch_command(directory: Path, launch: int, ranks: int, program: Program | 
         return [found.path, *options, program.python, "-m", program.module, str(directory), str(launch)]
     nodes = program.nodes
     # another commbench may be too old to have an agent of its own
-    agent = "torch.distributed.run" if program.own_commbench else "commbench.harness.launchers.agent"
+    agent = program.agent or ("torch.distributed.run" if program.own_commbench else OWN_AGENT)
     if nodes.count == 1:
         where = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost"]
     else:
@@ -148,12 +152,14 @@ def environment_of(program: Program) -> dict[str, str]:
     elif program.bind:
         environment[binding.VARIABLE] = program.bind
     environment.update(sockets(environment, program))
-    if program.own_commbench:
-        return environment
-    # ranks must find the commbench that started them, also when it was not installed
+    # `python -m` looks in the working directory first: a checkout of another commbench there must not be taken
+    environment["PYTHONSAFEPATH"] = "1"
     root = str(Path(commbench.__file__).resolve().parents[1])
-    paths = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
-    environment["PYTHONPATH"] = os.pathsep.join([root, *(p for p in paths if p != root)])
+    paths = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p and p != root]
+    # ranks must find the commbench that started them, also when it was not installed; or their own, and not that one
+    environment["PYTHONPATH"] = os.pathsep.join(paths if program.own_commbench else [root, *paths])
+    if not environment["PYTHONPATH"]:
+        del environment["PYTHONPATH"]
     return environment
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from commbench.measure.observer import BlockSeen
     from commbench.types import Point
 
+FORMAT = 1  # of the page; another number for every change of it: ranks of another commbench may be asked for theirs
 VARIABLE = "COMMBENCH_HEARTBEAT"  # the page's path, for the ranks of a watched launch
 STARTING, JOINING, CALIBRATING, VISITING, BETWEEN, FINISHING, DONE = range(7)
 STAGES = (
