@@ -7,45 +7,84 @@ torch). What they lack is made from what they have, as engines do: XCCL's gather
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from commbench.backends.base import Availability
+from commbench.backends.base import Availability, Group
+from commbench.backends.device import WORDS
 from commbench.backends.torch_dist import TorchDistBackend
 from commbench.types import CallSignature
 
 
 @dataclass(frozen=True, slots=True)
 class Vendor:
-    """library: the torch.distributed backend's name. package: what is imported to make torch know the device, "" for
-    none; install: how one gets it. dtypes: what the library reduces."""
+    """library: the torch.distributed backend's name. packages: what is imported, in this order, to make torch know the
+    device and the library; install: how one gets them. dtypes: what the library reduces. mask: the variable that says
+    which of the host's devices a process sees. exclusive: a device belongs to one process, which sees it alone and as
+    number 0; the vendor's package chooses it by LOCAL_RANK."""
 
     library: str
-    package: str
+    packages: tuple[str, ...]
     install: str
     dtypes: frozenset[str]
+    mask: str
+    exclusive: bool = False
 
 
 _FLOATS = frozenset({"float32", "float16", "bfloat16"})
 VENDORS = {
-    "hpu": Vendor("hccl", "habana_frameworks.torch", "install Gaudi's torch bridge (habana-torch-plugin)",
-                  frozenset({"float32", "bfloat16", "float16", "int32"})),
-    "xpu": Vendor("xccl", "", "install a torch with XPU support, 2.8 or newer",
-                  _FLOATS | {"float64", "int8", "uint8", "int32", "int64"}),
-    "npu": Vendor("hccl", "torch_npu", "pip install torch-npu, and CANN", _FLOATS | {"int8", "int32", "int64"}),
+    "hpu": Vendor("hccl", ("habana_frameworks.torch", "habana_frameworks.torch.distributed.hccl"),
+                  "install Gaudi's torch bridge (habana-torch-plugin)",
+                  frozenset({"float32", "bfloat16", "float16", "int32"}), "HABANA_VISIBLE_MODULES", exclusive=True),
+    "xpu": Vendor("xccl", (), "install a torch with XPU support, 2.8 or newer",
+                  _FLOATS | {"float64", "int8", "uint8", "int32", "int64"}, "ZE_AFFINITY_MASK"),
+    "npu": Vendor("hccl", ("torch_npu",), "pip install torch-npu, and CANN", _FLOATS | {"int8", "int32", "int64"},
+                  "ASCEND_RT_VISIBLE_DEVICES"),
 }  # fmt: skip
 
 
 def device_module(device: str) -> Any:
-    """torch's module of that device (torch.hpu, torch.xpu, torch.npu). Raises ImportError or RuntimeError."""
-    package = VENDORS[device].package
-    if package:
+    """torch's module of that device (torch.hpu, torch.xpu, torch.npu), its library registered with torch.distributed.
+
+    Raises ImportError, OSError or RuntimeError, whichever the vendor's package does where it cannot work.
+    """
+    for package in VENDORS[device].packages:
         importlib.import_module(package)
     return torch.get_device_module(device)
+
+
+def missing(device: str) -> tuple[str, str] | None:
+    """Why this process can use no device of that kind, and what helps; None where it can."""
+    vendor = VENDORS[device]
+    try:
+        module = device_module(device)
+    except ModuleNotFoundError as error:
+        return f"{error.name} is not installed", vendor.install
+    except (ImportError, OSError, RuntimeError) as error:
+        text = str(error).strip().splitlines() or [type(error).__name__]
+        return f"torch cannot use {device}: {text[0]}", vendor.install
+    if not module.is_available():
+        if device == "xpu" and getattr(torch.version, "xpu", None) is None:
+            return f"this torch ({torch.__version__}) is built without XPU support", vendor.install
+        return f"torch.{device} finds no device", f"check the vendor's driver, and {vendor.mask}"
+    if not dist.is_backend_available(vendor.library):
+        return f"torch.distributed has no {vendor.library}", vendor.install
+    return None
+
+
+def number_on_host(device: str, index: int, environment: Mapping[str, str] | None = None) -> str:
+    """Which of the host's devices a process sees as number ``index``, as the vendor's variables tell it."""
+    environment = os.environ if environment is None else environment
+    vendor = VENDORS[device]
+    if vendor.exclusive:
+        return environment.get("LOCAL_RANK", str(index))
+    seen = [part.strip() for part in environment.get(vendor.mask, "").split(",") if part.strip()]
+    return seen[index] if index < len(seen) else str(index)
 
 
 class _AcceleratorBackend(TorchDistBackend):
@@ -55,19 +94,14 @@ class _AcceleratorBackend(TorchDistBackend):
 
     @classmethod
     def availability(cls, device: str) -> Availability:
-        vendor = VENDORS[cls.device]
         if device != cls.device:
-            how = f"use it through GroupCoordinator on a machine with {cls.device}; sweeps do not time {cls.device} yet"
-            return Availability(False, f"it is for {cls.device}, the group is on {device}", how)
-        try:
-            module = device_module(cls.device)
-        except (ImportError, RuntimeError) as error:
-            return Availability(False, f"torch does not know {cls.device}: {error}", vendor.install)
-        if not module.is_available():
-            return Availability(False, f"torch.{cls.device} finds no device", "check the vendor's driver")
-        if not dist.is_backend_available(vendor.library):
-            return Availability(False, f"torch.distributed has no {vendor.library}", vendor.install)
-        return Availability(True, provider=f"torch {torch.__version__} {vendor.library}")
+            word = WORDS[cls.device]
+            how = f"run it on a machine with {word} (--device {cls.device})"
+            return Availability(False, f"it is for {word}, the group is on {device}", how)
+        problem = missing(device)
+        if problem is not None:
+            return Availability(False, *problem)
+        return Availability(True, provider=f"torch {torch.__version__} {VENDORS[device].library}")
 
     def declines(self, call: CallSignature) -> str | None:
         missing = super().declines(call)
@@ -89,12 +123,16 @@ class HpuBackend(_AcceleratorBackend):
     name = "hpu"
     device = "hpu"
 
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._send_off = importlib.import_module("habana_frameworks.torch.core").mark_step
+
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
-        importlib.import_module("habana_frameworks.torch").core.mark_step()
+        self._send_off()
         super().all_reduce(input, output, op)
 
     def all_gather(self, input: torch.Tensor, output: torch.Tensor) -> None:
-        importlib.import_module("habana_frameworks.torch").core.mark_step()
+        self._send_off()
         super().all_gather(input, output)
 
 

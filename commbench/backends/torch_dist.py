@@ -1,4 +1,4 @@
-"""torch.distributed on the group's device: gloo on CPU, NCCL (or RCCL) on CUDA and HIP."""
+"""torch.distributed on the group's device: gloo on CPU, NCCL (or RCCL) on CUDA and HIP, else the vendor's library."""
 
 from __future__ import annotations
 
@@ -86,6 +86,7 @@ class TorchDistBackend(Backend):
         super().__init__(group)
         self._pg = group.device_group
         self._library = dist.get_backend(self._pg)
+        self.provider = f"torch {torch.__version__} {self._library}"
         # what dist.all_reduce calls after checks that the coordinator has made; they cost more than the whole dispatch
         self._all_reduce = self._pg.allreduce
         self._all_reduce_options = {op: _options(code) for op, code in _REDUCE_OPS.items()}
@@ -101,7 +102,9 @@ class TorchDistBackend(Backend):
             return Availability(False, "this torch is built without torch.distributed", "install a torch that has it")
         if device in ("cuda", "hip") and not dist.is_nccl_available():
             return Availability(False, "this torch is built without NCCL", "install a CUDA or ROCm build of torch")
-        library = "gloo" if device == "cpu" else "nccl"
+        library = dist.Backend.default_device_backend_map.get("cuda" if device == "hip" else device)
+        if library is None:
+            return Availability(False, f"torch.distributed has no library for {device}", "install the vendor's package")
         return Availability(True, provider=f"torch {torch.__version__} {library}")
 
     def declines(self, call: CallSignature) -> str | None:

@@ -38,10 +38,33 @@ def world_group(device: torch.device, timeout: datetime.timedelta, library: str 
         cpu_group = device_group = dist.group.WORLD
     else:
         library = library or collective_library(device.type)
-        dist.init_process_group(library, rank=rank, world_size=size, timeout=timeout, device_id=device)
+        # NCCL connects at once where it is told the device; others make nothing of it
+        bound = device if device.type == "cuda" else None
+        dist.init_process_group(library, rank=rank, world_size=size, timeout=timeout, device_id=bound)
         device_group = dist.group.WORLD
         cpu_group = dist.new_group(list(range(size)), backend="gloo", timeout=timeout)
     return Group("world", tuple(range(size)), rank, device, cpu_group, device_group, prove_one_host(cpu_group))
+
+
+def take_device(kind: str, *, share: bool = False) -> torch.device:
+    """This process's device of that kind (cpu, cuda, xpu, hpu, npu), made the current one: the one of its place on the
+    host (LOCAL_RANK), counted among those that it sees.
+
+    share: with fewer devices than ranks they go round. Raises UsageError for a kind that commbench does not know.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    collective_library(kind)  # makes torch know the device
+    if kind in VENDORS and VENDORS[kind].exclusive:
+        return torch.device(kind, 0)
+    module: Any = torch.get_device_module(kind)
+    # a launcher may show each rank its own device only
+    index, visible = int(os.environ["LOCAL_RANK"]), max(1, module.device_count())
+    if share or visible == 1:
+        index %= visible
+    device = torch.device(kind, index)
+    module.set_device(device)
+    return device
 
 
 def collective_library(device: str) -> str:

@@ -16,12 +16,13 @@ class Settings:
     target_ci: relative half-width of the median's interval to stop at. max_time_per_point_s: sampling and warm-up time
     of one point in one launch. budget_s: time for all points of one launch (None: no limit). sync: how iterations start
     (gate.SYNCS). loop: python, or native where the backend can be called from compiled code. skew_rank starts every
-    iteration late by skew_s (None: no rank does). device: cpu or cuda. backends: those to set up beside the policies'.
-    tp, pp, ep: sizes of the groups (tp 0: all ranks). ca_provider: whose custom all-reduce to run, "" for the first
-    that is installed. patience_s: how long ranks wait for each other before they give up by themselves; longer than the
-    watching command, which can say who stopped. graph_timing: isolated or chained (graph.KINDS). share_device: ranks
-    may share a device where there are fewer devices than ranks. weight_numels, bucket_bytes: elements of each tensor of
-    a model, for weight_update (none: some of unlike sizes), and how many bytes travel at once.
+    iteration late by skew_s (None: no rank does). device: cpu, cuda, xpu, hpu, npu. backends: those to set up beside
+    the policies'. tp, pp, ep: sizes of the groups (tp 0: all ranks). ca_provider: whose custom all-reduce to run, ""
+    for the first that is installed. patience_s: how long ranks wait for each other before they give up by themselves;
+    longer than the watching command, which can say who stopped. graph_timing: isolated or chained (graph.KINDS).
+    share_device: ranks may share a device where there are fewer devices than ranks. weight_numels, bucket_bytes:
+    elements of each tensor of a model, for weight_update (none: some of unlike sizes), and how many bytes travel at
+    once.
     """
 
     seed: int = 0

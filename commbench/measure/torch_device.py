@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
+from commbench.backends.accelerators import VENDORS, number_on_host
 from commbench.errors import BackendUnavailable, CommbenchError, PeerLost
 from commbench.measure.clock import now_ns
 from commbench.measure.device import FLAG_BYTES, Device, DeviceError, Event, FlagBarrier, Graph, Meet
@@ -115,13 +116,16 @@ class _Watch:
 
 
 def identity_of(device: Any) -> str:
-    """Host and unique id of a torch device; its number where torch tells no id."""
+    """Host and unique id of a torch device; its number on the host where torch tells no id."""
     import torch
 
-    module = torch.get_device_module(device)
+    module: Any = torch.get_device_module(device)
     number = device.index if device.index is not None else module.current_device()
-    known = module.get_device_properties(number)
-    return f"{os.uname().nodename} {device.type} {getattr(known, 'uuid', number)}"
+    known = module.get_device_properties(number) if hasattr(module, "get_device_properties") else None
+    name = getattr(known, "uuid", None)
+    if name is None:
+        name = number_on_host(device.type, number) if device.type in VENDORS else number
+    return f"{os.uname().nodename} {device.type} {name}"
 
 
 class CudaDevice:
@@ -236,19 +240,24 @@ class CudaDevice:
         return now_ns()
 
 
+class HostEvent:
+    """What stands for an event where a device module has none that tell times: the host's clock, once the device has
+    done all that was queued before."""
+
+    at_ns = 0
+
+
 class StreamDevice:
-    """``Device`` over any torch device module with streams and events (ROCm, XPU, NPU, HPU). NOT RUN ON HARDWARE.
+    """``Device`` over any torch device module (ROCm, XPU, NPU, HPU). NOT RUN ON HARDWARE.
 
     Without a way to hold a stream or to make streams meet, ranks meet on the host and one iteration is queued at a
-    time: what the events tell holds the host's time to queue the call too. ``remark`` says so with every point.
+    time: what the events tell holds the host's time to queue the call too. ``remark`` says so with every point, and
+    where the module has no events that tell times, that the host's clock does.
     """
 
     queue_depth = 1
     barrier_depth = 0
     isolated = False
-    remark = (
-        "ranks met on the host and the stream could not be held: the time holds what the host needs to queue the call"
-    )
 
     def __init__(self, device: Any, limit_s: float = DRAIN_S) -> None:
         import torch
@@ -258,18 +267,29 @@ class StreamDevice:
         self._limit_s = limit_s
         self.identity = identity_of(self._device)
         self.graphs = hasattr(self._module, "CUDAGraph") and hasattr(self._module, "graph")
+        self._timed = _tells_times(self._module)
+        self.remark = (
+            "ranks met on the host and the stream could not be held: the time holds what the host needs to queue the "
+            "call" + ("" if self._timed else f"; {self._device.type} has no events that tell times, so the host timed")
+        )
 
     def close(self) -> None:
         self.synchronize()
 
     def event(self) -> Event:
-        return self._module.Event(enable_timing=True)
+        return self._module.Event(enable_timing=True) if self._timed else HostEvent()
 
     def record(self, event: Event) -> None:
-        event.record(self._module.current_stream(self._device))
+        if self._timed:
+            event.record(self._module.current_stream(self._device))
+        else:
+            self.synchronize()
+            event.at_ns = now_ns()
 
     def elapsed_s(self, start: Event, end: Event) -> float:
-        return float(start.elapsed_time(end)) * 1e-3
+        if self._timed:
+            return float(start.elapsed_time(end)) * 1e-3
+        return float(end.at_ns - start.at_ns) * 1e-9
 
     def hold(self) -> None:
         pass
@@ -311,8 +331,20 @@ def _captured(module: Any, device: Any, body: Callable[[], None], around: Abstra
     return graph
 
 
+def _tells_times(module: Any) -> bool:
+    """Whether a device module has events that tell the time between two of them."""
+    try:
+        event = module.Event(enable_timing=True)
+    except (AttributeError, NotImplementedError, TypeError):
+        return False
+    return hasattr(event, "elapsed_time")
+
+
 def _drain(module: Any, device: Any, limit_s: float) -> None:
     """Wait until the current stream is empty. Raises PeerLost if it is not within the limit."""
+    if not hasattr(module, "Event"):
+        module.synchronize()  # without a limit: the command that watches has one
+        return
     # no synchronisation of the library's: it would wait for ever for a rank that is gone
     done = module.Event()
     done.record(module.current_stream(device))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from commbench.coordinator.weights import DEFAULT_BUCKET_BYTES, SOURCE, TensorSpec, WeightUpdateGroup
+from commbench.coordinator.world import collective_library
 from commbench.measure import correctness
 from commbench.measure.buffers import Buffers
 from commbench.measure.correctness import ROOT, Check, compare, fill
@@ -227,7 +228,7 @@ class WeightTraffic(Traffic):
     def _update(self) -> None:
         group = WeightUpdateGroup(
             self._store, self.rank, self.point.world_size, f"update{next(self._numbers)}",
-            backend="gloo" if self._device.type == "cpu" else "nccl", device=self._device, timeout=WEIGHTS_TIMEOUT,
+            backend=collective_library(self._device.type), device=self._device, timeout=WEIGHTS_TIMEOUT,
         )  # fmt: skip
         try:
             if self.rank == SOURCE:

@@ -28,11 +28,15 @@ REDACTED = "<redacted>"
 ENV_PREFIXES: tuple[str, ...] = (
     "NCCL_", "RCCL_", "TORCH_", "PYTORCH_", "SGLANG_", "VLLM_", "OMP_", "GLOO_", "CUDA_", "HIP_", "COMMBENCH_", "MKL_",
     "KMP_", "GOMP_", "OPENBLAS_", "ROCR_", "HSA_", "MSCCLPP_", "NVSHMEM_", "UCX_", "FI_", "MALLOC_", "GLIBC_TUNABLES",
-    "LD_PRELOAD", "NVIDIA_VISIBLE_DEVICES",
+    "LD_PRELOAD", "NVIDIA_VISIBLE_DEVICES", "ZE_", "CCL_", "SYCL_", "ONEAPI_", "HABANA_", "HCCL_", "HCL_", "PT_HPU_",
+    "ASCEND_",
 )  # fmt: skip
 PACKAGES: tuple[str, ...] = ("commbench", "torch", "numpy", "pandas", "pyarrow", "nanobind", "triton", "sglang", "vllm")
 # Distributions that carry a communication library beside torch: nvidia-nccl-cu12, mpi4py, …
-PACKAGE_PATTERN = re.compile(r"(nvidia-(nccl|nvshmem)|mscclpp|mpi4py|cupy|flashinfer|sgl-kernel)", re.IGNORECASE)
+PACKAGE_PATTERN = re.compile(
+    r"(nvidia-(nccl|nvshmem)|mscclpp|mpi4py|cupy|flashinfer|sgl-kernel|torch[-_]npu|habana[-_]torch|oneccl)",
+    re.IGNORECASE,
+)
 
 _TOOL_TIMEOUT_S = 10.0
 # CPU features that the shared-memory collectives and the clock can depend on.
@@ -58,7 +62,7 @@ def fingerprint(device: str, *, env: Mapping[str, str] | None = None) -> dict[st
         "host": _host(),
         "cpu": _cpu(),
         "memory": _memory(),
-        "accelerators": _accelerators(topology=device != "cpu"),
+        "accelerators": _accelerators(topology=device != "cpu", device=device),
         "versions": _versions(),
         "env": relevant_env(os.environ if env is None else env),
         "load": _load(),
@@ -66,8 +70,11 @@ def fingerprint(device: str, *, env: Mapping[str, str] | None = None) -> dict[st
     }
 
 
-def rank_facts() -> dict[str, Any]:
-    """What only torch knows, asked in a rank: it imports torch, and asks the GPUs only if torch was built for them."""
+def rank_facts(device: str = "cpu") -> dict[str, Any]:
+    """What only torch knows, asked in a rank: it imports torch, and asks the GPUs only if torch was built for them.
+
+    device: the run's; devices of a kind that torch does not call cuda are asked for when it is theirs.
+    """
     import torch
 
     facts: dict[str, Any] = {
@@ -88,7 +95,19 @@ def rank_facts() -> dict[str, Any]:
             props = torch.cuda.get_device_properties(index)
             capability = f"{props.major}.{props.minor}"
             facts["devices"].append({"name": props.name, "capability": capability, "memory_bytes": props.total_memory})
+    elif device not in ("cpu", "cuda"):
+        facts["devices"] = _other_devices(torch.get_device_module(device))
     return facts
+
+
+def _other_devices(module: Any) -> list[dict[str, Any]]:
+    """Name and memory of each device of a torch device module; what it does not tell is None."""
+    found = []
+    for index in range(module.device_count()):
+        props = module.get_device_properties(index) if hasattr(module, "get_device_properties") else None
+        name = getattr(props, "name", None) or module.get_device_name(index)
+        found.append({"name": name, "memory_bytes": getattr(props, "total_memory", None)})
+    return found
 
 
 # ---- secrets --------------------------------------------------------------------------------------------
@@ -313,8 +332,17 @@ def _hertz(khz: str | None) -> float | None:
 # ---- accelerators ---------------------------------------------------------------------------------------
 
 
-def _accelerators(topology: bool) -> dict[str, Any]:
-    """kind (``cuda``, ``hip`` or None), driver, devices (a dict each) and, if asked for, the topology as text.
+# Where the drivers of devices without a tool that is asked here tell their version.
+_DRIVER_FILES: Mapping[str, tuple[str, ...]] = {
+    "hpu": ("/sys/module/habanalabs/version",),
+    "npu": ("/usr/local/Ascend/driver/version.info",),
+    "xpu": ("/sys/module/xe/version", "/sys/module/i915/version"),
+}
+
+
+def _accelerators(topology: bool, device: str = "cpu") -> dict[str, Any]:
+    """kind (``cuda``, ``hip``, the run's own device or None), driver, devices (a dict each) and, if asked for, the
+    topology as text. Of other devices than GPUs of NVIDIA and AMD the ranks tell name and memory.
 
     ``notes`` holds what a vendor's tool that is there failed to tell.
     """
@@ -333,6 +361,8 @@ def _accelerators(topology: bool) -> dict[str, Any]:
         found |= {"kind": "hip", "driver": _text("/sys/module/amdgpu/version"), "devices": parse_rocm_csv(query)}
         if topology:
             found["topology"] = _run(["rocm-smi", "--showtopo"], found["notes"])
+    elif device in _DRIVER_FILES:
+        found |= {"kind": device, "driver": next(filter(None, map(_text, _DRIVER_FILES[device])), None)}
     return found
 
 

@@ -23,14 +23,14 @@ from commbench.coordinator.group import GroupCoordinator
 from commbench.coordinator.hints import Hints
 from commbench.coordinator.layouts import parallel_layout
 from commbench.coordinator.setup import backends_of
-from commbench.coordinator.world import library_for_shared_gpus, local_platform, new_group, world_group
+from commbench.coordinator.world import library_for_shared_gpus, local_platform, new_group, take_device, world_group
 from commbench.errors import CommbenchError
 from commbench.harness.environment.fingerprint import format_cpu_list, rank_facts
 from commbench.harness.launch import PROGRESS
 from commbench.harness.launchers.agent import bind_stores
 from commbench.harness.order import shuffled
 from commbench.harness.ranks.watch import Watch, watching
-from commbench.harness.ranks.work import read_work
+from commbench.harness.ranks.work import read_work, with_patience
 from commbench.harness.supervision.heartbeat import (
     BETWEEN,
     CALIBRATING,
@@ -177,19 +177,11 @@ def main(directory: Path, launch: int, heartbeat: Heartbeat | None, watch: Watch
     stage(JOINING)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     plan = Plan.load(directory)
-    settings = Settings.from_dict(plan.settings)
+    settings = with_patience(Settings.from_dict(plan.settings), os.environ)
     torch.set_num_threads(1)
     if settings.ca_provider:
         os.environ[CA_PROVIDER_VARIABLE] = settings.ca_provider
-    device = torch.device(settings.device)
-    if settings.device != "cpu":
-        # a launcher of the user's may show each rank its own GPU only; sharing ranks go round
-        index = int(os.environ["LOCAL_RANK"])
-        visible = max(1, torch.cuda.device_count())
-        if settings.share_device or visible == 1:
-            index %= visible
-        device = torch.device(settings.device, index)
-        torch.cuda.set_device(device)
+    device = take_device(settings.device, share=settings.share_device)
     timeout = datetime.timedelta(seconds=max(LEAST_PATIENCE_S, settings.patience_s))
     bind_stores()
     group: Group = world_group(device, timeout, library_for_shared_gpus() if settings.share_device else "")
@@ -239,7 +231,7 @@ def main(directory: Path, launch: int, heartbeat: Heartbeat | None, watch: Watch
     if recorder is not None:
         recorder.tell(
             "ready",
-            rank_facts=rank_facts(),
+            rank_facts=rank_facts(settings.device),
             usable=coordinator.usable,
             splits={name: policy.bind(coordinator.platform).splits() for name, policy in policies.items()},
             timer={
