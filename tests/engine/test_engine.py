@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from commbench import Engine, Point
-from commbench.errors import CollectiveError, EngineError, SpecError, StoreError, UnknownName, UsageError
+from commbench.errors import CollectiveError, EngineError, PolicyError, SpecError, StoreError, UnknownName, UsageError
 from commbench.harness.run import execute, prepare
 from commbench.store import schema
 from commbench.sweep import make_spec
@@ -72,7 +72,9 @@ def test_a_point_and_a_list_of_points_are_measured_with_the_backend_that_they_na
 
 
 def test_a_shipped_sweep_is_measured_on_the_ranks_that_are_there(engine: Engine) -> None:
-    found = engine.measure("decode", collectives=["all_reduce"], sizes="8KiB", max_time_per_point="20ms")
+    with pytest.raises(SpecError, match=r"decode\.toml: launches=3 is settled when ranks start; .* launches=1\)"):
+        engine.measure("decode")
+    found = engine.measure("decode", launches=1, collectives=["all_reduce"], sizes="8KiB", max_time_per_point="20ms")
     assert {row["world_size"] for row in found} == {2}
 
 
@@ -87,7 +89,7 @@ def test_a_shipped_sweep_is_measured_on_the_ranks_that_are_there(engine: Engine)
         (None, {"point_timeout": "5s"}, "point_timeout='5s' is settled"),
         (None, {"sizes": "8q"}, "measure: sizes"),
         (None, {"colectives": ["all_reduce"]}, "measure: colectives: unknown key"),
-        (make_spec({"tp": 4}, {}), {}, "the sweep asks for tp=4; this engine is one launch"),
+        (make_spec({"tp": 4}, {}), {}, "the sweep: tp=4 is settled when ranks start; this engine is one launch"),
         (Point("all_reduce", "sum", "float32", 1024, 4), {}, "world_size=4 must be 2"),
         (Point("all_reduce", "sum", "float32", 1023, 2), {}, "1023 is no multiple of 4"),
         (Point("broadcast", "sum", "float32", 1024, 2), {}, "op='sum' must be ''"),
@@ -104,6 +106,8 @@ def test_names_and_kinds_that_do_not_exist_are_named(engine: Engine, tmp_path: P
         engine.measure(Point("all_shrink", "", "float32", 8, 2))
     with pytest.raises(UnknownName, match="nosuch"):
         engine.measure("nosuch")
+    with pytest.raises(UsageError, match="out=3 is no path"):
+        engine.measure(collectives=["barrier"], out=3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="int 3 is no point"):
         engine.measure(3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="str 'all_reduce' in the list is no point"):
@@ -245,9 +249,49 @@ def test_a_keyword_that_a_collective_does_not_have_is_named(engine: Engine) -> N
         engine.all_gather(np.ones(4), bakend="shm")
 
 
-def test_a_port_that_is_none_is_named(engine: Engine) -> None:
-    with pytest.raises(UsageError, match="master_port='29500' is no port"):
-        engine.init_weights_update_group("127.0.0.1", "29500")  # type: ignore[arg-type]
+def test_a_policy_of_a_file_is_found_also_when_the_driver_has_gone_to_another_folder(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.toml").write_text('name = "mine"\nextends = "commbench"\n')
+    monkeypatch.chdir(tmp_path)
+    assert equal(engine.all_reduce(A, policy="mine.toml"), 2 * A, 2 * A)
+    point = Point("all_reduce", "sum", "float32", 1024, 2, policy="mine.toml")
+    (row,) = engine.measure(point, **FAST)
+    assert (row["policy"], row["wrong_count"]) == ("mine.toml", 0)
+    with pytest.raises(PolicyError, match=r"'nosuch\.toml' does not exist"):
+        engine.all_reduce(A, policy="nosuch.toml")
+    with pytest.raises(UsageError, match=r"policy=.* is no name of a policy"):
+        engine.all_reduce(A, policy=tmp_path / "mine.toml")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "told"),
+    [
+        ({"master_port": "29500"}, "master_port='29500' is no port"),
+        ({"master_port": 0}, "master_port=0 is no port"),
+        ({"master_address": ""}, "master_address='' is no host name"),
+        ({"rank_offset": 0}, "rank_offset=0 must be a whole number, at least 1"),
+        ({"world_size": 2}, "world_size=2 does not hold 2 ranks from 1 on; it takes at least 3"),
+        ({"timeout_s": "soon"}, "timeout_s='soon' is no time"),
+        ({"timeout_s": -1}, "timeout_s=-1 is no time"),
+        ({"backend": "mpi"}, "backend 'mpi' is neither gloo nor nccl"),
+    ],
+)
+def test_what_no_weight_update_group_can_have_is_named(engine: Engine, keywords: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        engine.init_weights_update_group(**{"master_address": "127.0.0.1", "master_port": 29500, **keywords})
+
+
+def test_weights_that_cannot_be_are_named(engine: Engine) -> None:
+    for names, dtypes, shapes, more, told in (
+        (["a"], ["float32"], [["x"]], {}, r"shape \['x'\] is no sequence of whole numbers"),
+        (["a"], ["float32"], [[-1]], {}, r"shape \(-1,\) has a negative size"),
+        (["a"], ["float32"], [[8]], {"bucket_bytes": 0}, "bucket_bytes=0 must be"),
+        (["a", "b"], ["float32"], [[8]], {}, "2 names, 1 dtypes and 1 shapes were given"),
+        (["a"], ["int3"], [[8]], {}, "'int3' is no torch dtype"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            engine.update_weights_from_distributed(names, dtypes, shapes, **more)
 
 
 def test_arrays_that_do_not_fit_are_named_and_the_engine_goes_on(engine: Engine) -> None:

@@ -16,7 +16,16 @@ import psutil
 import pytest
 
 from commbench import Engine
-from commbench.errors import CommbenchError, EngineError, LaunchError, PeerLost, SpecError, UnknownName
+from commbench.errors import (
+    CommbenchError,
+    EngineError,
+    LaunchError,
+    PeerLost,
+    PolicyError,
+    SpecError,
+    UnknownName,
+    UsageError,
+)
 from tests.engine.processes import all_gone, children, folder_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +90,54 @@ def test_closing_ends_the_ranks_and_later_calls_say_so() -> None:
             call()
 
 
+def test_a_thread_that_waits_in_a_call_hears_when_another_ends_the_engine() -> None:
+    engine = Engine(tp=2, device="cpu")
+    processes = [*engine.pids, launcher_of(engine)]
+    heard: list[BaseException] = []
+
+    def measure() -> None:
+        try:
+            engine.measure(collectives=["all_reduce"], sizes="8:1MiB:x2", max_time_per_point="5s")
+        except CommbenchError as error:
+            heard.append(error)
+
+    thread = threading.Thread(target=measure)
+    thread.start()
+    time.sleep(0.5)
+    engine.close()
+    thread.join(timeout=30)
+    (error,) = heard
+    assert isinstance(error, EngineError)
+    assert str(error) == "this engine has ended: it was closed; start another"
+    assert all_gone(processes)
+
+
+def test_an_end_that_is_interrupted_ends_the_ranks_at_once_and_may_be_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(tp=2, device="cpu")
+    processes = [*engine.pids, launcher_of(engine)]
+    folder = folder_of(launcher_of(engine))
+    assert engine._job is not None
+    process, wait = engine._job.process, engine._job.process.wait
+    calls = iter([KeyboardInterrupt])
+
+    def interrupted_once(timeout: float | None = None) -> int:
+        for kind in calls:
+            raise kind
+        return wait(timeout)
+
+    monkeypatch.setattr(process, "wait", interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert engine.closed
+    assert all_gone(processes, within_s=5)
+    assert not folder.exists()
+    engine.close()
+    with pytest.raises(EngineError, match="has ended: it was closed"):
+        engine.barrier()
+
+
 def test_a_rank_that_cannot_start_is_told_with_its_own_error(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
@@ -109,7 +166,15 @@ def test_what_cannot_be_asked_for_is_named_before_anything_starts() -> None:
         ({"tp": 2, "ep": 3}, SpecError, "3 does not divide tp"),
         ({"device": "tpu"}, SpecError, "Engine: device: 'tpu' is no device"),
         ({"policy": "nosuch"}, UnknownName, "nosuch"),
+        ({"policy": "nosuch.toml"}, PolicyError, r"'nosuch\.toml' does not exist"),
         ({"backends": ["warp"]}, CommbenchError, "warp"),
+        ({"backends": "shm,warp"}, CommbenchError, "unknown backend 'warp'"),
+        ({"tp": "2"}, SpecError, "Engine: tp: '2' is not a whole number"),
+        ({"pp": 0}, SpecError, "Engine: pp: 0 ranks"),
+        ({"ep": True}, SpecError, "Engine: ep: True is not a whole number"),
+        ({"startup_timeout_s": "soon"}, UsageError, "startup_timeout_s='soon' is no time"),
+        ({"environment": {"A=B": "1"}}, UsageError, "variable 'A=B', which no environment can hold"),
+        ({"environment": {"A": 1}}, UsageError, "environment: A=1 is no text"),
     ):
         before = children(os.getpid())
         with pytest.raises(kind, match=told):
@@ -132,8 +197,8 @@ def test_the_groups_of_an_engine_work_at_once_and_are_measured() -> None:
     assert {(row["group"], row["world_size"], row["wrong_count"]) for row in found} == {("tp", 2, 0), ("pp:0", 2, 0)}
 
 
-def run_script(text: str, **options: object) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+def run_script(text: str, **variables: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.Popen(
         [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
@@ -188,6 +253,30 @@ def test_ranks_end_with_a_driver_that_is_killed_in_the_middle_of_a_call() -> Non
     script.stderr.close()
     assert all_gone(processes)
     assert not folder.exists()
+
+
+EARLY = """
+import commbench
+print(flush=True)
+commbench.Engine(tp=2, device="cpu")
+"""
+
+
+@pytest.mark.parametrize("after_s", [0.3, 1.5, 3.0])
+def test_nothing_is_left_of_an_engine_whose_driver_is_killed_while_ranks_start(after_s: float, tmp_path: Path) -> None:
+    script = run_script(EARLY, TMPDIR=str(tmp_path))
+    assert script.stdout is not None
+    script.stdout.readline()
+    time.sleep(after_s)
+    processes = children(script.pid)
+    script.kill()
+    script.communicate()
+    assert all_gone(processes, within_s=60)
+    # what ranks that were not there yet could not remove, the next engine or sweep does
+    assert all(left.name.startswith("commbench-engine-") for left in tmp_path.iterdir())
+    code = "from commbench.harness.supervision.scratch import remove_stale_folders as r; r()"
+    assert run_script(code, TMPDIR=str(tmp_path)).wait() == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_token_stands_on_no_command_line(engine: Engine) -> None:

@@ -45,10 +45,76 @@ def test_options_pass_through_and_each_rank_writes_a_chrome_trace(engine: Engine
         (call,) = [e for e in found if e["name"] == "c10d::allreduce_"]
         assert [[1000]] in call["args"]["Input Dims"] or [1000] in call["args"]["Input Dims"]  # record_shapes
         names = Counter(e["name"] for e in found)
-        assert any("engine_rank.py" in name for name in names)  # with_stack
+        assert any("engine/rank.py" in name for name in names)  # with_stack
         assert (folder / f"launch-0.rank-{rank}.execution.json").stat().st_size > 0
-    with pytest.raises(EngineError, match=r"no profile runs; start_profile\(\) starts one"):
+    assert engine.stop_profile() == files  # once more does no harm
+
+
+def interrupt_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the next call waits for its replies."""
+    ready = engine._calls._ready
+
+    def interrupted(starting: float | None) -> Any:
+        monkeypatch.setattr(engine._calls, "_ready", ready)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine._calls, "_ready", interrupted)
+
+
+def test_an_interrupted_start_leaves_a_profile_that_runs_and_an_interrupted_stop_one_that_does_not(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_once(engine, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        engine.start_profile(tmp_path / "one", activities=["cpu"])
+    with pytest.raises(EngineError, match=f"a profile already runs, for {tmp_path / 'one'}; stop_profile"):
+        engine.start_profile(tmp_path / "two")
+    assert not (tmp_path / "two").exists()
+    engine.all_reduce(A, backend="torch_dist")
+    interrupt_once(engine, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
         engine.stop_profile()
+    files = engine.stop_profile()
+    assert [path.name for path in files] == ["launch-0.rank-0.trace.json", "launch-0.rank-1.trace.json"]
+    for path in files:
+        assert path.parent == tmp_path / "one"
+        assert Counter(e["name"] for e in events(path))["c10d::allreduce_"] == 1
+    engine.start_profile(tmp_path / "three", activities=["cpu"])
+    assert engine.stop_profile()[0].parent == tmp_path / "three"
+
+
+def test_a_refused_start_leaves_no_profile(engine: Engine, tmp_path: Path) -> None:
+    engine.start_profile(tmp_path, activities=["cpu"])
+    engine.stop_profile()
+    with pytest.raises(UsageError, match="has no option 'shapes'"):
+        engine.start_profile(tmp_path / "refused", shapes=True)
+    assert engine.stop_profile()[0].parent == tmp_path  # the last one that there was
+    with pytest.raises(UsageError, match="folder=3 is no path"):
+        engine.start_profile(3)  # type: ignore[arg-type]
+
+
+def test_closing_an_engine_writes_the_profile_that_runs(tmp_path: Path) -> None:
+    with Engine(tp=2, device="cpu") as engine:
+        with pytest.raises(EngineError, match=r"no profile runs; start_profile\(\) starts one"):
+            engine.stop_profile()
+        engine.start_profile(tmp_path, activities=["cpu"])
+        engine.all_reduce(A, backend="torch_dist")
+    for rank in range(2):
+        path = tmp_path / f"launch-0.rank-{rank}.trace.json"
+        assert Counter(e["name"] for e in events(path))["c10d::allreduce_"] == 1
+
+
+def test_a_callback_that_raises_in_the_middle_of_a_schedule_is_told_and_the_engine_goes_on(
+    engine: Engine, tmp_path: Path
+) -> None:
+    schedule = {"wait": 0, "warmup": 0, "active": 1}
+    engine.start_profile(tmp_path, activities=["cpu"], schedule=schedule, on_trace_ready=json.dumps)
+    with pytest.raises(CommbenchError, match="not JSON serializable"):
+        engine.all_reduce(A)
+    with pytest.raises(CommbenchError, match="not JSON serializable"):
+        engine.stop_profile()
+    assert engine.stop_profile()  # what was written before
+    assert engine.all_reduce(A)[0][0] == 2
 
 
 def test_a_schedule_counts_calls_and_gives_a_trace_for_each_round(engine: Engine, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import subprocess
-import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from commbench.harness.engine.channel import TOKEN_VARIABLE, Door, Gone, Link, c
 from commbench.harness.launch import Launch
 from commbench.harness.launchers.commands import Program, environment_of, launch_command
 from commbench.harness.ranks.rank import log_path
+from commbench.harness.supervision.scratch import held_folder, remove_stale_folders
 from commbench.store import schema
 
 GRACE_S = 5.0  # for ranks to end by themselves, and again for the job after it was asked to
@@ -34,6 +35,7 @@ class Job:
     ranks: int
     program: Program
     folder: Path
+    held: int  # a descriptor: while it is open, no other command takes the folder for one that was left behind
     door: Door
     process: subprocess.Popen[bytes]
     owner: int = field(default_factory=os.getpid)
@@ -41,16 +43,21 @@ class Job:
     pids: dict[int, int] = field(default_factory=dict)
     failures: dict[int, tuple[int, str]] = field(default_factory=dict)  # rank → when (monotonic ns) and why it ended
     ended: str = ""  # why there are no ranks any more
+    _gone: bool = False  # whether nothing of the job is left
+    _ending: threading.RLock = field(default_factory=threading.RLock)
+    _busy_ending: bool = False
 
     @classmethod
     def start(cls, ranks: int, variables: Mapping[str, str | None]) -> Job:
-        folder = Path(tempfile.mkdtemp(prefix="commbench-engine-"))
+        remove_stale_folders()
+        folder, held = held_folder("engine")
         if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+            os.close(held)
             folder.rmdir()
-            folder = Path(tempfile.mkdtemp(prefix="commbench-engine-", dir="/tmp"))
+            folder, held = held_folder("engine", Path("/tmp"))
         (folder / schema.LOGS_DIR).mkdir()
         door = Door(folder)
-        program = Program(variables={**variables, TOKEN_VARIABLE: door.token}, module="commbench.harness.engine.rank")
+        program = Program(variables={**variables, TOKEN_VARIABLE: door.token}, module="commbench.harness.engine.start")
         try:
             with (folder / schema.LOGS_DIR / f"launch-0.{program.launcher}.log").open("ab") as stream:
                 process = subprocess.Popen(
@@ -58,14 +65,16 @@ class Job:
                     stdout=stream,
                     stderr=subprocess.STDOUT,
                     stdin=subprocess.DEVNULL,
-                    env=environment_of(program),
+                    # torchrun makes folders, which it would leave in the temporary one
+                    env={**environment_of(program), "PET_LOG_DIR": str(folder / schema.LOGS_DIR / "torchrun")},
                     start_new_session=True,  # Ctrl-C is the driver's
                 )
         except BaseException:
             door.close()
             shutil.rmtree(folder, ignore_errors=True)
+            os.close(held)
             raise
-        return cls(ranks, program, folder, door, process)
+        return cls(ranks, program, folder, held, door, process)
 
     def meet(self, deadline: float) -> None:
         """Wait until every rank has come in. Raises LaunchError."""
@@ -116,26 +125,47 @@ class Job:
         return True
 
     def end(self, why: str = "it was closed") -> None:
-        """End the ranks: by asking, then by signal. May be called often. Nothing of the job is left afterwards."""
-        if self.ended or os.getpid() != self.owner:  # a forked child has a copy of this, and no claim to the ranks
+        """End the ranks: by asking, then by signal; by signal at once when this is interrupted. May be called often, by
+        any thread. When it returns nothing of the job is left; an interrupted one is taken up by the next."""
+        if os.getpid() != self.owner:  # a forked child has a copy of this, and no claim to the ranks
             return
-        self.ended = why
-        for link in self.links.values():
-            with contextlib.suppress(Gone):
-                link.send({"command": "end"})
-        try:
-            self.process.wait(GRACE_S if self.links else 0)
-        except subprocess.TimeoutExpired:
-            self.process.terminate()
+        self.ended = self.ended or why
+        with self._ending:
+            if self._gone or self._busy_ending:  # collection may come in the middle of it
+                return
+            self._busy_ending = True
             try:
-                self.process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+                self._end_processes()
+            finally:
+                try:
+                    self._clear()
+                finally:
+                    self._busy_ending = False
+
+    def _end_processes(self) -> None:
+        try:
+            for link in self.links.values():
+                with contextlib.suppress(Gone):
+                    link.send({"command": "end"})
+            patience_s = GRACE_S if self.links else 0.0  # nobody was asked where nobody has come in yet
+            for seconds, more_firmly in ((patience_s, self.process.terminate), (GRACE_S, self.process.kill)):
+                try:
+                    self.process.wait(seconds)
+                    return
+                except subprocess.TimeoutExpired:
+                    more_firmly()
+        except BaseException:
+            self.process.kill()  # its ranks end with it
+            raise
+
+    def _clear(self) -> None:
+        self.process.wait()
         for link in self.links.values():
-            with contextlib.suppress(Gone):  # a killed rank closes its end when it is gone
+            with contextlib.suppress(Gone, OSError):  # a killed rank closes its end when it is gone
                 while wait([link.fileno()], GRACE_S):
                     link.receive()
             closed_quietly(link)
         self.door.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._gone = True
+        os.close(self.held)

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_NAME = re.compile(r"commbench-(node|rank|tune)-\w+")
+_NAME = re.compile(r"commbench-(engine|node|rank|tune)-\w+")
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -24,7 +24,7 @@ def scratch_folder(what: str) -> Iterator[Path]:
     """A folder of mode 0700 in the temporary directory that is removed at the end, after those that killed commands
     left. what: node, rank or tune, for its name. Raises OSError."""
     remove_stale_folders()
-    path, fd = _held_folder(what)
+    path, fd = held_folder(what)
     try:
         yield path
     finally:
@@ -34,9 +34,10 @@ def scratch_folder(what: str) -> Iterator[Path]:
             os.close(fd)
 
 
-def _held_folder(what: str) -> tuple[Path, int]:
+def held_folder(what: str, parent: Path | None = None) -> tuple[Path, int]:
+    """A new folder, and the descriptor that holds it while it is open. parent: instead of the temporary directory."""
     while True:
-        path = Path(tempfile.mkdtemp(prefix=f"commbench-{what}-"))
+        path = Path(tempfile.mkdtemp(prefix=f"commbench-{what}-", dir=parent))
         # another command may take it for stale before the lock is on it, and remove it
         with contextlib.suppress(FileNotFoundError):
             fd = os.open(path, _FLAGS)

@@ -139,7 +139,7 @@ def _function(name: str, text: Any) -> Any:
 
 
 class RankProfile:
-    """One profile on this rank, from ``start`` to ``stop``, which gives the files. Both on one thread."""
+    """One profile on this rank, from ``start`` to ``stop``, both on one thread. files: the traces written so far."""
 
     def __init__(self, folder: Path, launch: int, rank: int, options: Mapping[str, Any]) -> None:
         from torch import profiler
@@ -174,9 +174,8 @@ class RankProfile:
         """Stop and go on collecting, within the profile."""
         self._profile.toggle_collection_dynamic(on, self._profile.activities)
 
-    def stop(self) -> list[str]:
+    def stop(self) -> None:
         self._profile.stop()
-        return [str(path) for path in self.files]
 
 
 class Profiler(Observer):
