@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
     from commbench.harness.environment.doctor import Note
 
 _MARKS = {"ok": "✓", "off": "·", "note": "–", "warning": "!", "problem": "✗"}
-_WIDTH = 110
+_WIDEST, _NARROWEST = 110, 60
 
 
 @click.command(short_help="Say what is available here, what is not, and what to do.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("reports"), show_default=True, help="For results.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, and nothing else there.")
 @click.option("--preflight", is_flag=True, help="Compare several hosts, and time the links between them, before a "
               "sweep on them: the same command on each, with the options below.")  # fmt: skip
 @_nodes.where_options
@@ -44,7 +45,7 @@ def command(out: Path, as_json: bool, preflight: bool, **flags: Any) -> None:
     if as_json:
         click.echo(json.dumps({"can_run": can_run(notes), "notes": [asdict(n) for n in notes]}, indent=2))
     else:
-        click.echo("\n".join(_lines(notes)))
+        click.echo("\n".join(_lines(notes, _terminal())))
     click.get_current_context().exit(0 if can_run(notes) else 1)
 
 
@@ -54,21 +55,41 @@ def _preflight(place: _nodes.Place, count: int, as_json: bool) -> int:
         click.echo(json.dumps({"can_run": code == 0, "findings": [asdict(f) for f in findings]}, indent=2))
     else:
         for finding in findings:
-            click.echo("\n".join(_wrapped(f"{_MARKS[finding.severity]} ", finding.text, 2)))
+            click.echo("\n".join(_wrapped(f"{_MARKS[finding.severity]} ", finding.text, 2, _terminal())))
     return code
 
 
-def _lines(notes: list[Note]) -> list[str]:
-    lines: list[str] = []
-    width = max(len(n.subject) for n in notes)
-    section = ""
+def _terminal() -> int:
+    """Columns to write in: the terminal's, as far as lines stay readable."""
+    return max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size((_WIDEST, 24)).columns))
+
+
+def _grouped(notes: list[Note]) -> list[tuple[list[str], Note]]:
+    """Notes of which all but the subject is the same are told once: (subjects, the note), where the first stands."""
+    groups: dict[tuple[str, ...], tuple[list[str], Note]] = {}
     for note in notes:
+        key = (note.section, note.state, note.what, note.remedy)
+        groups.setdefault(key, ([], note))[0].append(note.subject)
+    return list(groups.values())
+
+
+def _lines(notes: list[Note], columns: int) -> list[str]:
+    lines: list[str] = []
+    groups = _grouped(notes)
+    width = max(len(subjects[0]) for subjects, _ in groups)
+    section = ""
+    for subjects, note in groups:
         if note.section != section:
             section = note.section
             lines += ["", section] if lines else [section]
-        lines += _wrapped(f"  {_MARKS[note.state]} {note.subject:<{width}}  ", note.what, width + 6)
+        names = ", ".join(subjects)
+        first = f"  {_MARKS[note.state]} {names:<{width}}  "
+        if len(names) > width:
+            lines += _wrapped(f"  {_MARKS[note.state]} ", names, 4, columns)
+            first = " " * (width + 6)
+        lines += _wrapped(first, note.what, width + 6, columns)
         if note.remedy:
-            lines += _wrapped(f"    {'':<{width}}  → ", note.remedy, width + 8)
+            lines += _wrapped(f"    {'':<{width}}  → ", note.remedy, width + 8, columns)
     counts = {state: sum(n.state == state for n in notes) for state in ("problem", "warning")}
     if counts["problem"]:
         last = "a sweep cannot run here: see ✗"
@@ -81,10 +102,10 @@ def _lines(notes: list[Note]) -> list[str]:
     return [*lines, "", last]
 
 
-def _wrapped(first: str, text: str, indent: int) -> list[str]:
+def _wrapped(first: str, text: str, indent: int, columns: int) -> list[str]:
     return textwrap.wrap(
         text,
-        _WIDTH,
+        columns,
         initial_indent=first,
         subsequent_indent=" " * indent,
         break_long_words=False,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from commbench.backends.base import Availability
+from commbench.harness.environment.devices import Found
 from commbench.harness.environment.doctor import Directory, Machine, Note, can_run, diagnose
 
 Run = Callable[..., tuple[int, str, str]]
@@ -65,6 +66,33 @@ def test_a_backend_that_is_not_there_says_why_and_what_to_install() -> None:
     machine = replace(WELL, backends={"shm": Availability(False, "the native module was not built", "install g++")})
     note = about(notes(machine), "shm")
     assert (note.state, note.what, note.remedy) == ("off", "the native module was not built", "install g++")
+
+
+def test_backends_with_one_reason_and_one_remedy_are_told_once_and_each_by_itself_in_json(commbench: Run) -> None:
+    _, out, _ = commbench("doctor")
+    reason = "it is for an NVIDIA GPU, the group is on cpu"
+    assert out.count(reason) == 1
+    before = out[: out.index(reason)]
+    names = before[before.rindex("· ") :]
+    assert all(name in names for name in ("nccl_symm", "symm_mem", "ca", "pymscclpp", "flashinfer"))
+    assert "qr" not in names  # it is for another GPU
+    _, text, _ = commbench("doctor", "--json")
+    apart = [n["subject"] for n in json.loads(text)["notes"] if n["what"] == reason]
+    assert len(apart) == len(set(apart)) >= 5
+
+
+@pytest.mark.parametrize(("columns", "most"), [("80", 80), ("120", 110), ("20", 60)])
+def test_lines_fit_the_terminal(commbench: Run, monkeypatch: pytest.MonkeyPatch, columns: str, most: int) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    _, out, _ = commbench("doctor")
+    assert max(map(len, out.splitlines())) <= most
+
+
+def test_devices_of_other_vendors_are_told_and_what_is_wrong_with_those_whose_package_is_here() -> None:
+    found = notes(replace(WELL, accelerators={"xpu": Found(4), "npu": Found(0, "torch.npu finds no device", "check")}))
+    assert (about(found, "xpu").state, about(found, "xpu").what) == ("ok", "4 devices")
+    assert (about(found, "npu").state, about(found, "npu").remedy) == ("warning", "check")
+    assert not [n for n in found if n.subject == "GPU"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ here changes anything: no variable is set, no file is left behind.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import resource
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from typing import Any
 
 from commbench.backends.base import Availability
 from commbench.errors import CommbenchError, PolicyError
+from commbench.harness.environment import devices
 from commbench.harness.environment.fingerprint import fingerprint, rank_facts, redact
 from commbench.native.segment import directories, stale
 from commbench.policy import list_policies, load_policy
@@ -108,6 +110,7 @@ class Machine:
     locked_bytes: int = -1
     closed_devices: tuple[str, ...] = ()
     peers: tuple[tuple[int, int], ...] = ()
+    accelerators: Mapping[str, devices.Found] = field(default_factory=dict)  # xpu, …: those whose packages are here
 
 
 # ---- looking --------------------------------------------------------------------------------------------
@@ -118,20 +121,24 @@ def look(folder: Path = Path("reports")) -> Machine:
     torch_facts: Mapping[str, Any] | None = None
     torch_error, gloo, nccl, device = "", False, False, "cpu"
     peers: tuple[tuple[int, int], ...] = ()
+    others: dict[str, devices.Found] = {}
     try:
         import torch
         import torch.distributed as dist
     except ImportError as error:
         torch_error = str(error).splitlines()[0]
     else:
-        torch_facts = rank_facts()
         if dist.is_available():
             gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
         if torch.cuda.is_available():
             device = "hip" if torch.version.hip else "cuda"
             peers = _blocked_peers(torch.cuda.device_count(), torch.cuda.can_device_access_peer)
+        else:
+            others = {kind: devices.ask(kind) for kind in devices.ACCELERATORS if _is_installed(kind)}
+            device = next((kind for kind, found in others.items() if found.count), "cpu")
+        torch_facts = rank_facts("cuda" if device == "hip" else device)
     wanted = {name for needs in ENGINE_NEEDS.values() for name in needs}
-    where = "cpu" if device == "cpu" else "cuda"  # torch calls both kinds of GPU cuda
+    where = "cuda" if device == "hip" else device  # torch calls both kinds of GPU cuda
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)[0], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Machine(
         facts=fingerprint(device),
@@ -148,7 +155,20 @@ def look(folder: Path = Path("reports")) -> Machine:
         locked_bytes=limits[1],
         closed_devices=tuple(_closed_devices()),
         peers=peers,
+        accelerators=others,
     )  # fmt: skip
+
+
+def _is_installed(kind: str) -> bool:
+    """Whether what makes torch know a device is here, without importing a vendor's package."""
+    import torch
+
+    from commbench.backends.accelerators import VENDORS
+
+    roots = {package.partition(".")[0] for package in VENDORS[kind].packages}
+    if not roots:
+        return getattr(torch.version, kind, None) is not None
+    return all(importlib.util.find_spec(root) is not None for root in roots)
 
 
 def _version(distribution: str) -> str | None:
@@ -304,7 +324,12 @@ def _topology(machine: Machine) -> list[Note]:
     notes.append(Note(section, "ranks", NOTE, advice))
     for number, gpu in enumerate(gpus["devices"]):
         notes.append(Note(section, f"GPU {number}", OK, str(gpu.get("name") or gpu)))
-    if not gpus["devices"]:
+    for kind, found in machine.accelerators.items():
+        if found.count:
+            notes.append(Note(section, kind, OK, _count(found.count, "device")))
+        else:
+            notes.append(Note(section, kind, WARNING, found.reason, found.remedy))
+    if not gpus["devices"] and not any(found.count for found in machine.accelerators.values()):
         why = "no GPU is here, so only CPU backends are measured; explain and policies answer for any GPU all the same"
         notes.append(Note(section, "GPU", OFF, why))
     if machine.peers:

@@ -96,7 +96,9 @@ def rank_facts(device: str = "cpu") -> dict[str, Any]:
             capability = f"{props.major}.{props.minor}"
             facts["devices"].append({"name": props.name, "capability": capability, "memory_bytes": props.total_memory})
     elif device not in ("cpu", "cuda"):
-        facts["devices"] = _other_devices(torch.get_device_module(device))
+        from commbench.backends.accelerators import device_module
+
+        facts["devices"] = _other_devices(device_module(device))
     return facts
 
 
