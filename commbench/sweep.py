@@ -36,7 +36,7 @@ SYNCS = ("window", "barrier", "none")
 LOOPS = ("python", "native")
 LAUNCHERS = ("torchrun", "mpirun", "external")
 BINDINGS = ("", "core", "numa", "none")  # "": what the launcher does
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES = ("auto", "cpu", "cuda", "xpu", "hpu", "npu")
 # settings that take one word of several: what the word is, and those it may be ("" is not to say)
 ONE_OF: dict[str, tuple[str, tuple[str, ...]]] = {
     "device": ("device", DEVICES),

@@ -38,7 +38,7 @@ LAUNCHING = ("backends", "collectives", "dtypes", "sizes", "mode", "cache", "dev
 @click.option("--sizes", help="As for sweep. [default: half octaves from 1 KiB to 4 MiB]")
 @click.option("--mode", help="eager, graph. [default: eager]")
 @click.option("--cache", help="hot, cold. [default: hot]")
-@click.option("--device", help="auto, cpu or cuda. [default: auto]")
+@click.option("--device", help="auto (cuda or cpu), cpu, cuda, xpu, hpu, npu. [default: auto]")
 @click.option("--launches", type=int, help="Launches of each phase: grid, refinement, confirmation. [default: 5]")
 @click.option("--budget", help="Longest time for everything. [default: 4m30s]")
 @click.option("--seed", type=int, help="Seed of the random order and of the data. [default: 0]")
