@@ -23,14 +23,26 @@ _SIZE_UNITS = {
     "mb": 10**6,
     "gb": 10**9,
 }
-_TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Zµ]*)\s*")
+_TIME_UNITS = {
+    "ns": 1e-9,
+    "us": 1e-6,
+    "µs": 1e-6,
+    "μs": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "m": 60.0,
+    "min": 60.0,
+    "h": 3600.0,
+}
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Zµμ]*)\s*")  # µ is the micro sign, μ the Greek letter
+_MOST_BYTES = 1 << 62  # what sizes are counted in has 64 bits
+_LONGEST_S = 366 * 86400.0
 
 
 def parse_size(text: str | int) -> int:
     """Bytes from ``8``, ``1KiB``, ``10MB`` or ``1.5GiB``.
 
-    Raises SpecError for anything else, for a negative number and for a fraction of a byte.
+    Raises SpecError for anything else, for a negative number, for a fraction of a byte and for more than 64 bits count.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         if text < 0:
@@ -41,10 +53,16 @@ def parse_size(text: str | int) -> int:
     match = _NUMBER.fullmatch(str(text))
     if match is None or match[2].lower() not in _SIZE_UNITS:
         raise SpecError(f"size {text!r} is not a number of bytes; write 8, 64KiB, 1MiB or 10MB")
-    value = float(match[1]) * _SIZE_UNITS[match[2].lower()]
-    if value != int(value):
+    digits, _, decimals = match[1].partition(".")
+    if len(digits) > len(str(_MOST_BYTES)) or len(decimals) > 30:
+        raise SpecError(f"size {text!r:.60} has more digits than any size has")
+    # in whole numbers: floats would round sizes above 2^53
+    value, rest = divmod(int(digits + decimals) * _SIZE_UNITS[match[2].lower()], 10 ** len(decimals))
+    if rest:
         raise SpecError(f"size {text!r} is not a whole number of bytes")
-    return int(value)
+    if value > _MOST_BYTES:
+        raise SpecError(f"size {text!r} is larger than any memory")
+    return value
 
 
 def format_size(size_bytes: int) -> str:
@@ -58,8 +76,16 @@ def format_size(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
+def decimal_size(size_bytes: int) -> str:
+    """A size that is seldom a round number of anything, in four digits: ``16.06 GB``, decimal as rates are."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.4g} {unit}"
+    return f"{size_bytes} B"
+
+
 def parse_duration(text: str | float) -> float:
-    """Seconds from ``2m``, ``500ms``, ``1.5s`` or a plain number of seconds. Raises SpecError."""
+    """Seconds from ``2m``, ``500ms``, ``1.5s`` or a plain number of seconds, up to a year. Raises SpecError."""
     if isinstance(text, int | float) and not isinstance(text, bool):
         seconds = float(text)
     else:
@@ -67,8 +93,10 @@ def parse_duration(text: str | float) -> float:
         if match is None or (match[2] and match[2] not in _TIME_UNITS):
             raise SpecError(f"duration {text!r} is not a time; write 500ms, 30s or 2m")
         seconds = float(match[1]) * _TIME_UNITS[match[2] or "s"]
-    if not 0 < seconds < float("inf"):
+    if not 0 < seconds:
         raise SpecError(f"duration {text!r} must be more than zero")
+    if seconds > _LONGEST_S:
+        raise SpecError(f"duration {text!r:.60} is longer than a year")
     return seconds
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import click
 
-from commbench.errors import SpecError
-from commbench.units import format_size, parse_duration, parse_size
+from commbench.cli._optional import named
+from commbench.errors import Interrupted, SpecError
+from commbench.units import decimal_size, format_size, parse_duration, parse_size
 
 DEFAULT_BUCKETS = "1MiB,16MiB,64MiB,256MiB"
 
@@ -57,30 +58,37 @@ def command(
     from commbench.report import write_report
     from commbench.store.run import check_writable, update_manifest
 
-    sizes = _bucket_sizes(buckets)
-    parse_duration(max_time_per_point)
+    sizes = named("--bucket-size", _bucket_sizes, buckets)
+    named("--max-time-per-point", parse_duration, max_time_per_point)
     model = parameters_of(read_config(config), str(config), dtype=dtype, layers=layers)
     folder = out if out is not None else Path("reports") / new_run_id("weights")
     check_writable(folder)
     order = list(sizes)
     random.Random(seed).shuffle(order)
     rows: dict[int, dict[str, Any]] = {}
-    with Engine(tp=tp, device=device) as engine:
-        for size in order:
-            click.echo(f"bucket size {format_size(size)} ({len(rows) + 1} of {len(order)})", err=True)
-            found = engine.measure_weights(
-                [p.numel for p in model.tensors], model.dtype, bucket_bytes=size, out=folder / _name(size),
-                max_time_per_point=max_time_per_point, seed=seed,
-                sync="barrier",  # an update lasts milliseconds: a start within a microsecond will do
-            )  # fmt: skip
-            update_manifest(
-                folder / _name(size),
-                weights={
-                    "config": str(config), "architecture": model.architecture, "tensors": len(model.tensors),
-                    "parameters": model.numel, "layers": layers, "bucket_bytes": size,
-                },
-            )  # fmt: skip
-            (rows[size],) = found
+    interrupted = False
+    try:
+        with Engine(tp=tp, device=device) as engine:
+            for size in order:
+                click.echo(f"bucket size {format_size(size)} ({len(rows) + 1} of {len(order)})", err=True)
+                found = engine.measure_weights(
+                    [p.numel for p in model.tensors], model.dtype, bucket_bytes=size, out=folder / _name(size),
+                    max_time_per_point=max_time_per_point, seed=seed,
+                    sync="barrier",  # an update lasts milliseconds: a start within a microsecond will do
+                )  # fmt: skip
+                update_manifest(
+                    folder / _name(size),
+                    weights={
+                        "config": str(config), "architecture": model.architecture, "tensors": len(model.tensors),
+                        "parameters": model.numel, "layers": layers, "bucket_bytes": size,
+                    },
+                )  # fmt: skip
+                (rows[size],) = found
+    except KeyboardInterrupt:
+        interrupted = True
+        if not rows:
+            raise Interrupted("interrupted before the first bucket size was measured") from None
+    sizes = [size for size in sizes if size in rows]
     page = write_report([folder / _name(size) for size in sizes], folder / "report")
     results = [_result(size, rows[size]) for size in sizes]
     if as_json:
@@ -88,14 +96,15 @@ def command(
         document = {**about, "size_bytes": model.size_bytes, "buckets": results, "report": str(page)}
         click.echo(json.dumps(document, indent=1))
     else:
-        what = (
-            f"{len(model.tensors)} tensors, {model.numel:,} parameters, {_rounded(model.size_bytes)} of {model.dtype}"
-        )
-        click.echo(f"{model.architecture}: {what}, from one rank to {tp - 1}")
+        count = f"{len(model.tensors)} tensors, {model.numel:,} parameters"
+        whole = f"{decimal_size(model.size_bytes)} of {model.dtype}"
+        click.echo(f"{model.architecture}: {count}, {whole}, from one rank to {tp - 1}")
         click.echo(f"{'bucket':>10} {'time to sync':>14} {'95 % interval':>22} {'GB/s':>8}  status")
         for result in results:
             click.echo(_line(result))
         click.echo(f"report: {page}")
+    if interrupted:
+        raise Interrupted(f"interrupted; {len(sizes)} of {len(order)} bucket sizes are kept in {folder}")
     return 1 if any(row["status"] in FAILING for row in rows.values()) else 0
 
 
@@ -103,16 +112,8 @@ def _bucket_sizes(text: str) -> list[int]:
     """Raises SpecError for what is no size, and for none."""
     sizes = sorted({parse_size(part) for part in text.split(",") if part.strip()})
     if not sizes or not sizes[0]:
-        raise SpecError(f"--bucket-size {text!r} must name sizes from 1 byte, such as {DEFAULT_BUCKETS}")
+        raise SpecError(f"{text!r} must name sizes from 1 byte, such as {DEFAULT_BUCKETS}")
     return sizes
-
-
-def _rounded(size_bytes: int) -> str:
-    """A model's size, which is seldom a round number of anything: four digits, decimal as the rates are."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size_bytes >= scale:
-            return f"{size_bytes / scale:.4g} {unit}"
-    return f"{size_bytes} B"
 
 
 def _name(size: int) -> str:

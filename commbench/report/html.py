@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 _NAN = float("nan")
 
 SECTIONS = {  # kind of plot → heading and what one sees in it
+    "weights": (
+        "Time to sync",
+        "Time that a model's weights take from one rank to all others, and the model's size over it, by the size of "
+        "the buckets in which the tensors travel. Bars are the 95 % interval of the median.",
+    ),
     "latency": (
         "Latency",
         "Median time of one call over message size, on logarithmic axes. The band is the 95 % interval of the median. "

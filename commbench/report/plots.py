@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +116,11 @@ def draw(summaries: Sequence[Summary], directory: Path) -> list[Plot]:
     )
     plots: list[Plot] = []
     with matplotlib.rc_context(_STYLE):
+        context, drawn = _weights(context, directory)
+        plots += drawn
+        points = context.points
+        if points.empty:
+            return plots
         groups = _figures(panels(points))
         latencies = _latencies(context, points) if points["status"].isin(DRAWN).any() else None
         for kind, drawer in (("latency", _latency), ("busbw", _busbw)):
@@ -126,6 +131,22 @@ def draw(summaries: Sequence[Summary], directory: Path) -> list[Plot]:
                 plots += [plot] if plot is not None else []
         plots += _picks(context, directory)
     return plots
+
+
+def _weights(context: _Context, directory: Path) -> tuple[_Context, list[Plot]]:
+    """The plot of runs that are one bucket size of a weight update each, and the context of all others."""
+    from commbench.report.weights import draw_synced, synced
+
+    found = {run: one for run, summary in enumerate(context.summaries) if (one := synced(summary)) is not None}
+    if not found:
+        return context, []
+    machines = [f"{s.host}: {s.device}, {s.launches_text} of each" for s in (context.summaries[run] for run in found)]
+    marks = dict.fromkeys(f"⚠ {mark}" for run in found for mark in context.summaries[run].marks)
+    plot = draw_synced(
+        list(found.values()), directory, machines="\n".join(dict.fromkeys(machines)), marks="\n".join(marks)
+    )
+    rest = context.points[~context.points["run"].isin(list(found))]
+    return replace(context, points=rest), [plot]
 
 
 def _stem(kind: str, group: str) -> str:

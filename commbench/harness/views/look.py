@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from commbench.errors import SpecError, UsageError
+from commbench.units import decimal_size
 
 TRACES_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -86,14 +87,24 @@ class Look:
         if self.trace:
             from commbench.harness.views.tracing import TRACE_JSON, listed
 
-            if (directory / TRACE_JSON).exists():
-                lines += [f"trace: {directory / TRACE_JSON} (ui.perfetto.dev opens it)", *listed(directory)]
+            path = directory / TRACE_JSON
+            if path.exists():
+                size = decimal_size(path.stat().st_size)
+                lines += [f"trace: {path} ({size}; open it with ui.perfetto.dev)", *listed(directory)]
         if self.profile:
             from commbench.harness.views.profiling import PROFILES_DIR
 
             found = sorted((directory / PROFILES_DIR).glob("*.trace.json"))
+            size = decimal_size(sum(path.stat().st_size for path in found))
+            elsewhere = " of the ranks of this host" if _several_hosts(directory) else ""
             lines.append(
-                f"profiles: {directory / PROFILES_DIR} ({len(found)} Chrome traces); profiled calls are slower, "
-                "so do not compare this run with others"
+                f"profiles: {directory / PROFILES_DIR} ({len(found)} Chrome traces{elsewhere}, {size}; open each with "
+                "ui.perfetto.dev); profiled calls are slower, so do not compare this run with others"
             )
         return lines
+
+
+def _several_hosts(directory: Path) -> bool:
+    from commbench.store.run import open_run
+
+    return int(open_run(directory).manifest["spec"]["nnodes"]) > 1

@@ -213,6 +213,11 @@ class Trace:
     context: Context
     root: Span
     launches: list[Span] = field(default_factory=list)
+    taken_bytes: int = 0  # of spans from other hosts
+
+    @property
+    def launch_numbers(self) -> set[int]:
+        return {int(span.attributes["launch"]) for span in self.launches}
 
     @contextlib.contextmanager
     def launch(self, index: int, ranks: int) -> Iterator[None]:
@@ -300,6 +305,11 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 _present: list[Trace] = []  # the trace of the sweep that this process runs
 
 
+def present_trace() -> Trace | None:
+    """The trace of the sweep that this process runs, where it is traced."""
+    return _present[-1] if _present else None
+
+
 def launch_span(index: int, ranks: int) -> contextlib.AbstractContextManager[None]:
     """Around a launch: a span of the sweep that is traced, or nothing."""
     return _present[-1].launch(index, ranks) if _present else contextlib.nullcontext()
@@ -342,8 +352,10 @@ def write_chrome(path: Path, trace_id: str, processes: Iterable[tuple[dict[str, 
     from commbench.store.run import write_json
 
     events: list[dict[str, Any]] = []
+    processes = list(processes)
+    several_hosts = len({resource.get("host.name") for resource, _ in processes}) > 1
     for number, (resource, spans) in enumerate(processes):
-        label = str(resource["service.instance.id"])
+        label = str(resource["service.instance.id"]) + (f" on {resource.get('host.name')}" if several_hosts else "")
         events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": label}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}})
         for span in sorted(spans, key=lambda s: (s.start_ns, -s.end_ns)):
