@@ -6,6 +6,7 @@ nccl-tests; ``KB``, ``MB`` and ``GB`` are decimal.
 
 from __future__ import annotations
 
+import math
 import re
 
 from commbench.errors import SpecError
@@ -23,18 +24,17 @@ _SIZE_UNITS = {
     "mb": 10**6,
     "gb": 10**9,
 }
+_MICROSECOND = ("us", "µs", "μs")  # µ as the micro sign and as the Greek letter
 _TIME_UNITS = {
     "ns": 1e-9,
-    "us": 1e-6,
-    "µs": 1e-6,
-    "μs": 1e-6,
     "ms": 1e-3,
     "s": 1.0,
     "m": 60.0,
     "min": 60.0,
     "h": 3600.0,
+    **dict.fromkeys(_MICROSECOND, 1e-6),
 }
-_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Zµμ]*)\s*")  # µ is the micro sign, μ the Greek letter
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Zµμ]*)\s*")
 _MOST_BYTES = 1 << 62  # what sizes are counted in has 64 bits
 _LONGEST_S = 366 * 86400.0
 
@@ -47,7 +47,7 @@ def parse_size(text: str | int) -> int:
     if isinstance(text, int) and not isinstance(text, bool):
         if text < 0:
             raise SpecError(f"size {text} is negative")
-        return text
+        return _possible(text, text)
     if str(text).strip().startswith("-"):
         raise SpecError(f"size {text!r} is negative")
     match = _NUMBER.fullmatch(str(text))
@@ -60,9 +60,13 @@ def parse_size(text: str | int) -> int:
     value, rest = divmod(int(digits + decimals) * _SIZE_UNITS[match[2].lower()], 10 ** len(decimals))
     if rest:
         raise SpecError(f"size {text!r} is not a whole number of bytes")
-    if value > _MOST_BYTES:
-        raise SpecError(f"size {text!r} is larger than any memory")
-    return value
+    return _possible(value, text)
+
+
+def _possible(size_bytes: int, text: str | int) -> int:
+    if size_bytes > _MOST_BYTES:
+        raise SpecError(f"size {text!s:.60} is larger than any memory")
+    return size_bytes
 
 
 def format_size(size_bytes: int) -> str:
@@ -87,13 +91,13 @@ def decimal_size(size_bytes: int) -> str:
 def parse_duration(text: str | float) -> float:
     """Seconds from ``2m``, ``500ms``, ``1.5s`` or a plain number of seconds, up to a year. Raises SpecError."""
     if isinstance(text, int | float) and not isinstance(text, bool):
-        seconds = float(text)
+        seconds = float(text) if abs(text) < 1e300 else math.inf  # a whole number may be more than a float holds
     else:
         match = _NUMBER.fullmatch(str(text))
         if match is None or (match[2] and match[2] not in _TIME_UNITS):
             raise SpecError(f"duration {text!r} is not a time; write 500ms, 30s or 2m")
         seconds = float(match[1]) * _TIME_UNITS[match[2] or "s"]
-    if not 0 < seconds:
+    if not seconds > 0:  # nor is NaN
         raise SpecError(f"duration {text!r} must be more than zero")
     if seconds > _LONGEST_S:
         raise SpecError(f"duration {text!r:.60} is longer than a year")

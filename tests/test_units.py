@@ -22,6 +22,17 @@ def test_what_is_no_whole_number_of_bytes_is_refused_with_its_value(text: str | 
         parse_size(text)
 
 
+@pytest.mark.parametrize("text", ["9" * 400, "9" * 5000, "0." + "1" * 400, "99999999999GiB", 1 << 63])
+def test_a_size_that_no_memory_has_is_refused_in_a_short_line(text: str | int) -> None:
+    with pytest.raises(SpecError, match="than any") as refused:
+        parse_size(text)
+    assert len(str(refused.value)) < 120
+
+
+def test_a_size_above_what_a_float_holds_exactly_is_exact() -> None:
+    assert parse_size("9007199254740993") == 2**53 + 1
+
+
 @given(st.integers(min_value=0, max_value=1 << 45))
 def test_a_formatted_size_reads_back_as_the_same_size(size: int) -> None:
     assert parse_size(format_size(size).replace(" ", "")) == size
@@ -32,8 +43,12 @@ def test_durations_have_units_and_are_seconds_without(text: str | float, seconds
     assert parse_duration(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1s", "5 parsecs", "inf"])
-def test_a_duration_must_be_positive_and_known(text: str) -> None:
+def test_a_microsecond_may_be_written_with_either_mu() -> None:
+    assert parse_duration("3µs") == parse_duration("3μs") == pytest.approx(3e-6)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1s", "5 parsecs", "inf", "9" * 400, 10**400, "99999999h", float("nan")])
+def test_a_duration_must_be_positive_and_known(text: str | float) -> None:
     with pytest.raises(SpecError, match="duration"):
         parse_duration(text)
 
