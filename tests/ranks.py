@@ -7,8 +7,23 @@ import multiprocessing as mp
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from multiprocessing.context import ForkServerContext
 from typing import Any
+
+
+def rank_context() -> ForkServerContext:
+    """Processes with torch and nothing of ours, whose import costs a spawned process seconds: they are forked from a
+    server that imported it. They have the environment of that server, so give them yours (``take_environment``)."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch.testing", "numpy", "pytest"])
+    return context
+
+
+def take_environment(variables: Mapping[str, str]) -> None:
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
 
 
 def free_port() -> int:
@@ -17,10 +32,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _main(target: Callable[..., Any], rank: int, size: int, port: int, results: Any, args: tuple[Any, ...]) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+def _main(
+    target: Callable[..., Any], rank: int, size: int, variables: dict[str, str], results: Any, args: tuple[Any, ...]
+) -> None:
+    take_environment(variables | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)})
     import torch
 
     torch.set_num_threads(1)
@@ -31,15 +46,15 @@ def _main(target: Callable[..., Any], rank: int, size: int, port: int, results: 
 
 
 def run_ranks(target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
-    """target(rank, size, *args) on ``size`` spawned processes; their results in rank order.
+    """target(rank, size, *args) on ``size`` processes; their results in rank order.
 
     Raises AssertionError with the traceback of a rank that raised. No process outlives the call.
     """
-    context = mp.get_context("spawn")
+    context = rank_context()
     results = context.Queue()
-    port = free_port()
+    variables = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
-        context.Process(target=_main, args=(target, rank, size, port, results, args), daemon=True)
+        context.Process(target=_main, args=(target, rank, size, variables, results, args), daemon=True)
         for rank in range(size)
     ]
     for process in processes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import tempfile
 import traceback
@@ -11,6 +10,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.ranks import rank_context, take_environment
+
 START_TIMEOUT_S, CALL_TIMEOUT_S = 60, 60
 
 
@@ -18,14 +19,16 @@ class Ranks:
     """``n`` processes with a gloo group. run() calls a function in all of them and gives their answers."""
 
     def __init__(self, n: int, env: dict[str, str] | None = None) -> None:
-        context = mp.get_context("spawn")
+        context = rank_context()
         self.n = n
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(n):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(rank, n, self._folder.name, theirs, env or {}), daemon=True)
+            process = context.Process(
+                target=_rank, args=(rank, n, self._folder.name, theirs, {**os.environ, **(env or {})}), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -71,7 +74,7 @@ class Ranks:
 
 
 def _rank(rank: int, n: int, folder: str, pipe: Connection, env: dict[str, str]) -> None:
-    os.environ.update(env)
+    take_environment(env)
     import torch
     import torch.distributed as dist
 
