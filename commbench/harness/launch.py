@@ -24,7 +24,7 @@ from commbench.harness.launchers.commands import Program, environment_of, launch
 from commbench.harness.ranks.rank import log_path
 from commbench.harness.ranks.work import PATIENCE_VARIABLE, remove_work, write_work
 from commbench.harness.supervision.heartbeat import BETWEEN, STORE_LOST, VARIABLE, VISITING, Page, Pulse
-from commbench.harness.supervision.stacks import collect, first_stopped, write_report
+from commbench.harness.supervision.stacks import RankState, collect, first_stopped, write_report
 from commbench.harness.supervision.supervisor import (
     DEAD_GRACE_S,
     TERM_GRACE_S,
@@ -102,7 +102,7 @@ class Launch:
     lasted_s: float = 0.0
     trouble: Trouble | None = None
     pulses: list[Pulse] = field(default_factory=list)
-    stopped: tuple[int | None, str] | None = None  # the rank that stopped first, and what tells; after a hang
+    stopped: str = ""  # the rank that stopped first, what it was doing, and what tells; after a hang
     report: Path | None = None  # where the stacks are
     out_of_memory: bool = False
     code: int | None = None  # the launcher's exit status
@@ -172,8 +172,10 @@ class Launch:
                 now = time.monotonic()
                 trouble = dog.look(self.pulses, now, state_of, heard=bool(self.ready))
                 self.lasted_s = dog.lasted_s
-                if trouble is None and others is not None and (why := others.trouble()):
-                    trouble = Trouble("node", why)
+                if trouble is None and others is not None:
+                    if why := others.trouble():
+                        trouble = Trouble("node", why)
+                    others.answer(lambda: collect(self.directory, self.index, page.pulses()))
                 if trouble is not None and self.trouble is None:
                     self.trouble = trouble
                     self._tell("trouble", kind=trouble.kind, text=trouble.text, ranks=trouble.ranks)
@@ -239,14 +241,18 @@ class Launch:
 
     def _look_at_stacks(self, trouble: Trouble) -> None:
         """Stacks of all ranks, before the job is ended, into a file of their own."""
+        others = self.program.others
+        if others is not None:
+            others.look()
         states = collect(self.directory, self.index, self.pulses)
+        if others is not None:
+            states += others.looked()
         # a launch that is too long says nothing of its ranks
-        self.stopped = None if trouble.kind == "launch" else first_stopped(states)
-        self.pulses = [s.pulse for s in states]
+        self.stopped = "" if trouble.kind == "launch" else self._who_stopped(states)
         folder = self.directory / schema.LOGS_DIR
         number = len(list(folder.glob(f"launch-{self.index}.stacks-*.txt")))
         self.report = folder / f"launch-{self.index}.stacks-{number}.txt"
-        who = "" if self.stopped is None else f"; {self._who_stopped()}"
+        who = f"; {self.stopped}" if self.stopped else ""
         write_report(self.report, f"launch {self.index}: {trouble.text}{who}", states)
 
     # ---- why it ended -------------------------------------------------------------------------------------
@@ -300,12 +306,13 @@ class Launch:
         """What ranks said of their ends, the first one first: monotonic time, rank, words."""
         return sorted((p.error_ns, p.rank, p.error) for p in self.pulses if p.error)
 
-    def _who_stopped(self) -> str:
+    def _who_stopped(self, states: Sequence[RankState]) -> str:
         """The rank that stopped first, with what it was doing."""
-        rank, why = self.stopped or (None, "")
-        pulse = next((p for p in self.pulses if p.rank == rank), self.pulses[0] if self.pulses else None)
-        if pulse is None:
+        rank, why = first_stopped(states)
+        state = next((s for s in states if s.pulse.rank == rank), states[0] if states else None)
+        if state is None:
             return why
+        pulse = state.pulse
         where = pulse.where()
         point = None if pulse.order is None or pulse.stage != VISITING else self.points.get(pulse.order)
         if point is not None:
@@ -316,7 +323,7 @@ class Launch:
             )
         if rank is None:
             return f"{why} ({where})"
-        return f"rank {rank} stopped first, in {where}: {why}"
+        return f"rank {rank}{f' on {state.host}' if state.host else ''} stopped first, in {where}: {why}"
 
     def failure(self) -> str:
         """Why the job ended, in one line: who stopped, the error of the rank that failed first, or the signal that
@@ -331,8 +338,8 @@ class Launch:
             return self._launcher_ended
         if self.trouble is not None and self.trouble.kind != "dead":
             parts = [_by_rank(rank, text) for _, rank, text in self._errors[:1]] + [self.trouble.text]
-            if self.stopped is not None:
-                parts.append(self._who_stopped())
+            if self.stopped:
+                parts.append(self.stopped)
             if self.report is not None:
                 parts.append(f"stacks: {schema.LOGS_DIR}/{self.report.name}")
             return "; ".join(parts)

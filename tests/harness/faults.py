@@ -41,19 +41,20 @@ def can_unshare() -> bool:
 
 @dataclass
 class Sweep:
-    """A sweep in a process of its own, in ``folder``/run."""
+    """A sweep in a process of its own, in ``folder``/run; or another command, whose run in ``folder`` is ``name``."""
 
     folder: Path
     script: dict[str, Any] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
     before: str = ""  # shell commands inside the namespaces, where they can be made
     may_be_half_written: bool = False  # a command was killed, or could remove nothing: going on with the run does
+    name: str = "run"
     process: subprocess.Popen[str] | None = None
     ranks: list[psutil.Process] = field(default_factory=list)
 
     @property
     def directory(self) -> Path:
-        return self.folder / "run"
+        return self.folder / self.name
 
     @property
     def temporary(self) -> Path:
@@ -98,7 +99,7 @@ class Sweep:
             assert self.process is not None
             if self.process.poll() is not None:
                 raise AssertionError(f"ended early: {self.process.communicate()}")
-            if (self.directory / "points.jsonl").exists() and condition(open_run(self.directory)):
+            if (self.directory / "progress.jsonl").exists() and condition(open_run(self.directory)):
                 self.ranks = self.supervisor.children(recursive=True)
                 return self
             time.sleep(0.05)
@@ -109,6 +110,16 @@ class Sweep:
 
     def wait_for_visits(self, count: int) -> Sweep:
         return self.wait_for(lambda run: len(events(run.directory, "visit")) >= count)
+
+    def wait_for_visits_of_job(self, job: int) -> Sweep:
+        """Until the so many-th job of the run measures."""
+
+        def measures(run: Run) -> bool:
+            ready = events(run.directory, "ready")
+            seen = [v["time_s"] for v in events(run.directory, "visit")]
+            return len(ready) >= job and bool(seen) and seen[-1] > ready[job - 1]["time_s"]
+
+        return self.wait_for(measures)
 
     def end(self, timeout_s: float = 240.0) -> tuple[int, str]:
         """Wait for its end: (exit code, stderr). Nothing of it may be left."""

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from commbench.errors import LaunchError, SpecError
 from commbench.harness.hosts import nodes as nodes_module
-from commbench.harness.hosts.nodes import Connection, Head, follow, lead, nearest_cause
+from commbench.harness.hosts.nodes import Connection, Head, follow, launcher_ended, lead, nearest_cause
 from commbench.harness.hosts.preflight import NodeFacts, facts_here
 from commbench.harness.hosts.sockets import free_port
 from commbench.harness.launchers.commands import Program
+from commbench.harness.supervision.heartbeat import FATAL, VISITING, Pulse
+from commbench.harness.supervision.stacks import RankState, first_stopped
+
+PULSE = Pulse(1, 4711, 1, 5, VISITING, "sample", 3, 7, False, "torch_dist", "", FATAL, 0)
 
 
 def facts(node: int) -> NodeFacts:
@@ -39,6 +45,7 @@ class Node(threading.Thread):
         assert program.others is not None
         deadline = time.monotonic() + 20
         while self.until_told and not (told := program.others.trouble()) and time.monotonic() < deadline:
+            program.others.answer(lambda: [RankState(PULSE, "T", python="x" * 9999, kernel="wchan: do_signal_stop")])
             time.sleep(0.01)
         return told if self.until_told else self.why
 
@@ -63,6 +70,21 @@ def said() -> list[str]:
 
 def head_of(port: int, count: int, said: list[str]) -> Head:
     return Head("127.0.0.1", port, count, facts(0), said.append)
+
+
+@contextlib.contextmanager
+def two_hosts(port: int, said: list[str], until_told: bool = False) -> Iterator[tuple[Head, Node]]:
+    """Node 0, which has gathered node 1 and ends it well after the block."""
+    head = head_of(port, 2, said)
+    head.open()
+    other = Node(port, 1, 2, until_told=until_told)
+    try:
+        head.gather(10.0)
+        yield head, other
+    finally:
+        head.finish(0, "")
+    other.join(10)
+    assert other.outcome == (0, "")
 
 
 def wait(condition: Any) -> None:
@@ -119,6 +141,30 @@ def test_a_part_ends_when_node_0_says_so_and_that_is_no_reason(port: int, said: 
     other.join(10)
 
 
+def test_node_0_asks_what_the_ranks_of_a_job_that_hangs_do_and_judges_all_of_them(port: int, said: list[str]) -> None:
+    with two_hosts(port, said, until_told=True) as (head, other):
+        head.begin(0)
+        wait(lambda: other.ran)
+        for _ in range(2):  # each time anew
+            head.look()
+            (seen,) = head.looked()
+            assert (seen.pulse, seen.state, seen.host) == (PULSE, "T", facts(1).name)
+            assert (seen.python, seen.kernel) == ("x" * 4000, "wchan: do_signal_stop")
+        assert first_stopped([RankState(replace(PULSE, rank=0), "S"), seen]) == (1, "it is stopped (SIGSTOP)")
+        assert head.trouble() == ""
+        assert head.end(failed=True) == ""
+
+
+def test_a_host_that_says_nothing_of_its_ranks_is_not_waited_for_once_it_is_lost(port: int, said: list[str]) -> None:
+    with two_hosts(port, said, until_told=True) as (head, other):
+        head.begin(0)
+        wait(lambda: other.ran)
+        head._members[1].connection.close()
+        head.look()
+        assert head.looked() == []
+        wait(lambda: any("is back" in text for text in said))
+
+
 def test_what_ends_node_0_is_told_to_those_who_wait(port: int, said: list[str]) -> None:
     other = Node(port, 1, 3)
     too_few = pytest.raises(LaunchError, match=r"node 2 did not come within 2 s; node 0 .* node 1 .* are here")
@@ -131,11 +177,7 @@ def test_what_ends_node_0_is_told_to_those_who_wait(port: int, said: list[str]) 
 
 
 def test_nodes_that_do_not_belong_are_refused_with_the_reason(port: int, said: list[str]) -> None:
-    head = head_of(port, 2, said)
-    head.open()
-    first = Node(port, 1, 2)
-    head.gather(10.0)
-    try:
+    with two_hosts(port, said):
         for node, count, why in (
             (1, 2, "--node-rank 1 already"),
             (5, 2, "is not between 1 and 1"),
@@ -145,10 +187,6 @@ def test_nodes_that_do_not_belong_are_refused_with_the_reason(port: int, said: l
             other.join(10)
             assert isinstance(other.outcome, SpecError)
             assert why in str(other.outcome)
-    finally:
-        head.finish(0, "")
-    first.join(10)
-    assert first.outcome == (0, "")
 
 
 def test_what_is_no_node_at_all_is_sent_away_and_harms_nobody(port: int, said: list[str]) -> None:
@@ -174,33 +212,19 @@ def test_what_is_no_node_at_all_is_sent_away_and_harms_nobody(port: int, said: l
     assert other.outcome == (0, "")
 
 
-def test_a_host_that_was_lost_comes_back_with_its_token_only(
-    port: int, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nodes_module, "REJOIN_S", 10.0)
-    head = head_of(port, 2, said)
-    head.open()
-    other = Node(port, 1, 2)
-    head.gather(10.0)
-    try:
+def test_a_host_that_was_lost_comes_back_with_its_token_only(port: int, said: list[str]) -> None:
+    with two_hosts(port, said) as (head, other):
         head._members[1].connection.close()  # as a switch would
         assert head._missing() == [1]
         place = head.begin(0)
         wait(lambda: other.ran)
         assert other.ran == [(0, 1, place.port)]
         assert any("is back" in text for text in said)
-    finally:
-        head.finish(0, "")
-    other.join(10)
-    assert other.outcome == (0, "")
+        assert "waiting up to 10 s for lost nodes to come back" in said, "no longer than they had to come"
 
 
 def test_a_host_that_comes_back_before_its_loss_was_noticed_ends_the_job(port: int, said: list[str]) -> None:
-    head = head_of(port, 2, said)
-    head.open()
-    other = Node(port, 1, 2)
-    head.gather(10.0)
-    try:
+    with two_hosts(port, said) as (head, other):
         head.begin(0)
         wait(lambda: other.ran)
         member = head._members[1]
@@ -209,28 +233,16 @@ def test_a_host_that_comes_back_before_its_loss_was_noticed_ends_the_job(port: i
         assert head.trouble() == f"{facts(1).name}: was lost, and is back"
         head.begin(0)
         assert head.trouble() == ""
-    finally:
-        head.finish(0, "")
-    other.join(10)
-    assert other.outcome == (0, "")
 
 
 def test_the_next_jobs_start_ends_a_part_that_goes_on_and_is_not_lost(port: int, said: list[str]) -> None:
-    head = head_of(port, 2, said)
-    head.open()
-    other = Node(port, 1, 2, until_told=True)
-    head.gather(10.0)
-    try:
+    with two_hosts(port, said, until_told=True) as (head, other):
         head.begin(0)
         wait(lambda: other.ran)
         head.begin(1)
         wait(lambda: len(other.ran) == 2)
         assert [launch for launch, *_ in other.ran] == [0, 1]
         assert head.end(failed=True) == ""
-    finally:
-        head.finish(0, "")
-    other.join(10)
-    assert other.outcome == (0, "")
 
 
 def test_a_host_that_stays_lost_ends_the_launch_with_its_name(
@@ -301,6 +313,21 @@ def test_the_cause_is_a_killed_rank_before_an_error_before_a_lost_connection() -
     assert nearest_cause(lost, [error, killed]) == killed
     assert nearest_cause(lost, [error]) == error
     assert nearest_cause(lost, ["node 1 (b) was lost: no sign of life for 6 s"]) == lost
+    ended = "node 1 (b): torchrun was ended from outside by SIGTERM"
+    assert nearest_cause(lost, [error, ended]) == ended
     silent = "node 1 (b) was lost: no sign of life for 6 s"
     assert nearest_cause(silent, ["node 1 (b): was lost, and is back"]) == silent
     assert nearest_cause("rank 0: ValueError: mine", [error]) == "rank 0: ValueError: mine"
+
+
+@pytest.mark.parametrize(
+    ("why", "ended"),
+    [
+        ("torchrun was killed by SIGKILL", True),
+        ("node 1 (b): torchrun was ended from outside by SIGTERM", True),
+        ("rank 1 was killed by SIGTERM", False),
+        ("rank 0: ValueError: no", False),
+    ],
+)
+def test_no_point_is_to_blame_for_a_launcher_that_was_ended_on_any_host(why: str, ended: bool) -> None:
+    assert launcher_ended(why) == ended

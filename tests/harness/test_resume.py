@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import pytest
 
 from commbench.errors import SpecError, StoreError, UsageError
 from commbench.harness import resume as module
-from commbench.harness.launch import Again, left_over, run_launch, unrepeated
+from commbench.harness.launch import Again, Launch, left_over, run_launch, unrepeated
 from commbench.harness.launchers.commands import Program
 from commbench.harness.order import shuffled
-from commbench.harness.ranks.work import read_work, remove_work, write_work
+from commbench.harness.ranks.work import read_work, remove_work, with_patience, write_work
 from commbench.harness.resume import (
     differences,
     held,
@@ -27,6 +28,8 @@ from commbench.harness.resume import (
     unfinished,
 )
 from commbench.harness.run import conclude, new_manifest, prepare, refuse_another, resume
+from commbench.harness.supervision.supervisor import Limits
+from commbench.measure.settings import Settings
 from commbench.store.run import Plan, PointLog, create, open_run, row_of, update_manifest
 from commbench.store.samples import SampleLog, to_parquet
 from commbench.sweep import make_spec
@@ -127,6 +130,16 @@ def test_another_spec_is_refused_with_the_difference(run: Path, changes: dict[st
     assert said in str(error.value)
     assert "--force" in str(error.value)
     assert refuse_another(unfinished(run), make_spec(FLAGS | changes, {}), force=True) == [said]
+
+
+def test_ranks_have_the_patience_of_the_timeouts_that_the_run_goes_on_with(run: Path) -> None:
+    plan = Plan.load(run)
+    planned = Settings.from_dict(plan.settings)
+    for point_s, patience_s in ((600.0, 630.0), (1.0, planned.patience_s)):
+        launch = Launch(run, 0, 2, dict(enumerate(plan.points)), limits=Limits(point_s))
+        told = launch.environment(Program(), "")
+        assert with_patience(planned, told) == replace(planned, patience_s=patience_s)
+    assert with_patience(planned, {}) == planned
 
 
 def test_another_version_is_refused_with_both(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commbench.harness.launch import Tail
+from commbench.harness.launch import Launch, Tail
+from commbench.harness.ranks.rank import STACK_SIGNAL, log_path
 from commbench.harness.supervision.heartbeat import (
     BETWEEN,
     CALIBRATING,
@@ -26,11 +27,12 @@ from commbench.harness.supervision.heartbeat import (
     Pulse,
     join,
 )
-from commbench.harness.supervision.stacks import RankState, first_stopped, process_state
+from commbench.harness.supervision.stacks import RankState, collect, first_stopped, process_state
 from commbench.harness.supervision.supervisor import (
     FOREIGN_S,
     LEAST_POINT_S,
     LINGER_S,
+    PATIENCE_S,
     START_S,
     Limits,
     StopAtOnce,
@@ -102,6 +104,13 @@ def test_without_a_limit_large_points_get_more_time_than_small_ones() -> None:
     assert Limits().of_point(POINT, 0.5) == pytest.approx(LEAST_POINT_S + 5, rel=1e-3)
     assert Limits().of_point(large, 0.5) > 500
     assert Limits(point_s=2.0).of_point(large, 0.5) == 2.0
+
+
+def test_ranks_wait_for_each_other_longer_than_any_point_may_take() -> None:
+    large = Point("all_reduce", "sum", "float32", 1 << 30, 8)
+    assert Limits(point_s=9.0).patience_s([POINT, large], 0.5) == 9.0 + PATIENCE_S
+    assert Limits().patience_s([POINT, large], 0.5) == Limits().of_point(large, 0.5) + PATIENCE_S
+    assert Limits().patience_s([], 0.5) == 2 * PATIENCE_S
 
 
 def test_time_in_which_the_watcher_did_not_run_does_not_count() -> None:
@@ -220,6 +229,34 @@ def test_the_rank_that_stopped_first_stands_out(states: list[RankState], rank: i
     assert why in found[1]
 
 
+def test_a_stopped_rank_is_seen_as_it_was_and_goes_no_further_than_its_stacks(tmp_path: Path) -> None:
+    """It is continued to write them; then it is stopped again, so that what hangs does not end well after all."""
+    (tmp_path / "logs").mkdir()
+    with log_path(tmp_path, 0, 1).open("wb") as log:
+        rank = subprocess.Popen([sys.executable, "-c", STOPPING], stderr=log, stdout=subprocess.PIPE)
+    try:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        os.waitid(os.P_PID, rank.pid, os.WSTOPPED | os.WNOWAIT)
+        (seen,) = collect(tmp_path, 0, [pulse(1, pid=rank.pid, born=0)])
+        assert seen.state == "T"
+        assert "in <module>" in seen.python
+        os.waitid(os.P_PID, rank.pid, os.WSTOPPED | os.WNOWAIT)
+        assert process_state(rank.pid, 0) == "T"
+    finally:
+        rank.kill()
+        rank.communicate()
+
+
+STOPPING = f"""
+import faulthandler, os, signal, time
+faulthandler.register({STACK_SIGNAL.value})
+print(1, flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(600)
+"""
+
+
 def test_a_process_number_that_is_another_processs_by_now_is_a_dead_rank() -> None:
     assert process_state(os.getpid(), 0) != ""
     assert process_state(os.getpid(), 1) == ""
@@ -336,6 +373,53 @@ def test_being_asked_to_stop_twice_ends_the_running_job_at_once() -> None:
         stopping.at_once.clear()
     assert ended == [1]
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+def test_one_command_inside_another_is_asked_to_stop_once_for_both() -> None:
+    with interruptible() as outer:
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert outer.count == 1
+        with pytest.raises(StopAtOnce):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert outer.count == 0
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+# ---- why it ended ------------------------------------------------------------------------------------------------
+
+AGENT = (
+    "W1130 10:00:00.0 77 torch/distributed/elastic/agent/server/api.py:753] Received {} death signal, shutting down "
+    "workers\nW1130 10:00:00.1 77 api.py:1029] Sending process 78 closing signal SIGTERM\n"
+)
+RAISED = "    raise SignalException(\ntorch.multiprocessing.api.SignalException: Process 77 got signal: {}\n"
+
+
+@pytest.mark.parametrize("said", [AGENT, RAISED, AGENT + RAISED])
+@pytest.mark.parametrize("name", ["15", "Signals.SIGTERM"])  # as one Python prints it, and as another
+def test_a_launcher_that_was_asked_to_end_is_named_and_not_what_its_ranks_said_then(
+    tmp_path: Path, said: str, name: str
+) -> None:
+    launch = ended_launch(tmp_path, said.format(name, name))
+    launch.pulses = [pulse(0, error="[gloo] Connection closed by peer", error_ns=5), pulse(1)]
+    assert launch.failure() == "torchrun was ended from outside by SIGTERM"
+
+
+def test_what_an_earlier_job_of_the_launch_told_does_not_count(tmp_path: Path) -> None:
+    launch = ended_launch(tmp_path, "a word\n", before=AGENT.format(15))
+    assert launch.asked is None
+    assert launch.failure() == "a word"
+
+
+def ended_launch(tmp_path: Path, said: str, before: str = "") -> Launch:
+    """A launch whose launcher has ended, as its log tells. before: what the log held when the job began."""
+    log = tmp_path / "logs" / "launch-0.torchrun.log"
+    log.parent.mkdir()
+    log.write_text(before + said)
+    launch = Launch(tmp_path, 0, 2, {3: POINT}, code=1)
+    launch._logs_from = {log: len(before)}
+    launch.asked = launch._signal_told()
+    return launch
 
 
 def test_a_hang_up_is_ignored_where_the_user_asked_for_that() -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import re
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -24,11 +25,14 @@ from commbench.harness.hosts import preflight
 from commbench.harness.hosts.preflight import Finding, LinkFacts, NodeFacts
 from commbench.harness.hosts.sockets import free_port, listen_on
 from commbench.harness.launchers.commands import Nodes, Program
+from commbench.harness.supervision.stacks import RankState
+from commbench.harness.views import elsewhere
 
 BEAT_S = 1.0
 LOST_S = 6.0  # without a sign of life
 REJOIN_S = 30.0  # for a node that was lost to come back, unless nodes have less to come at first
 JOIN_S = 300.0  # for all nodes to come, where the user names no time
+LOOKED_S = 10.0  # for a node to say what its ranks do when the job hangs
 ENDED_S = 20.0  # for a node to say that its ranks are gone
 _LINE_BYTES = 1 << 20
 _POLL_S = 0.1
@@ -160,6 +164,7 @@ class _Member:
     token: str
     running: bool = False
     reason: str = ""  # why its part of the present job failed
+    states: list[RankState] | None = None  # what its ranks do, since it was asked
 
     @property
     def name(self) -> str:
@@ -336,7 +341,10 @@ class Head:
         port = free_port(self.address)
         for member in self._members.values():
             member.running, member.reason = True, ""
-            member.connection.send(do="start", job=self._jobs, launch=launch, address=self.address, port=port)
+            member.connection.send(
+                do="start", job=self._jobs, launch=launch, address=self.address, port=port,
+                trace=elsewhere.parent_here(os.environ),
+            )  # fmt: skip
         return Nodes(self.count, 0, self.address, port, self.address)
 
     def trouble(self) -> str:
@@ -351,9 +359,37 @@ class Head:
     def _hear(self) -> None:
         for member in self._members.values():
             while (message := member.connection.waiting()) is not None:
-                if message.get("done") == "ended" and message.get("job") == self._jobs:
+                if message.get("job") != self._jobs:
+                    continue
+                if message.get("done") == "ended":
                     member.running = False
                     member.reason = str(message.get("why") or "")
+                elif message.get("done") == "looked":
+                    member.states = _states(message, member.name)
+                elif message.get("done") == "spans":
+                    elsewhere.take_spans(
+                        message.get("launch"), message.get("rank"), message.get("lines"), member.facts.clock_s
+                    )
+
+    def look(self) -> None:
+        for member in self._members.values():
+            member.states = None
+            member.connection.send(do="look", job=self._jobs)
+
+    def looked(self) -> list[RankState]:
+        deadline = time.monotonic() + LOOKED_S
+        while time.monotonic() < deadline and any(
+            m.states is None and m.running and not m.connection.lost for m in self._members.values()
+        ):
+            self._hear()
+            time.sleep(0.02)
+        return [state for _, member in sorted(self._members.items()) for state in member.states or []]
+
+    def answer(self, look: Callable[[], list[RankState]]) -> None:
+        pass  # node 0 asks
+
+    def tell_spans(self, launch: int, pieces: Iterable[tuple[int, str]]) -> None:
+        pass  # node 0 writes the trace
 
     def end(self, failed: bool) -> str:
         for member in self._members.values():
@@ -426,6 +462,7 @@ class _Part:
     nodes: Nodes
     job: int
     asked: bool = False
+    wanted: bool = False  # what the ranks here do
 
     def record(self) -> dict[str, Any]:
         return {}
@@ -437,6 +474,8 @@ class _Part:
         if self.connection.lost:
             return f"node 0 was lost: {self.connection.lost}"
         message = self.connection.waiting()
+        if message is not None and message.get("do") == "look" and message.get("job") == self.job:
+            self.wanted = True
         if message is not None and message.get("do") == "end" and message.get("job") == self.job:
             self.asked = bool(message.get("failed"))
             return "node 0 asked to end the job" if self.asked else ""
@@ -450,8 +489,31 @@ class _Part:
             return "node 0 has begun another job"
         return ""
 
+    def look(self) -> None:
+        pass  # node 0 asks
+
+    def looked(self) -> list[RankState]:
+        return []
+
+    def answer(self, look: Callable[[], list[RankState]]) -> None:
+        if self.wanted:
+            self.wanted = False
+            self.connection.send(done="looked", job=self.job, states=[state.to_dict() for state in look()])
+
+    def tell_spans(self, launch: int, pieces: Iterable[tuple[int, str]]) -> None:
+        for rank, lines in pieces:
+            self.connection.send(done="spans", job=self.job, launch=launch, rank=rank, lines=lines)
+
     def end(self, failed: bool) -> str:
         return ""
+
+
+def _states(message: Message, host: str) -> list[RankState]:
+    """The states in a message; none where it holds something else."""
+    try:
+        return [RankState.from_dict(record, host) for record in message["states"]]
+    except (KeyError, TypeError):
+        return []
 
 
 RunPart = Callable[[int, Program], str]  # (launch, program) → why it failed, "" if it did not
@@ -549,7 +611,8 @@ def _run(
     nodes = Nodes(count, node, str(message["address"]), int(message["port"]), connection.address)
     part = _Part(connection, nodes, job)
     say(f"launch {launch}: starting ranks")
-    why = run_part(launch, replace(program, nodes=nodes, others=part))
+    variables = {**program.variables, **elsewhere.variables_of(message.get("trace"))}
+    why = run_part(launch, replace(program, nodes=nodes, others=part, variables=variables))
     if why and not part.asked:
         say(f"launch {launch}: {why}")
     connection.send(done="ended", job=job, why="" if part.asked and "stopped first" not in why else why)

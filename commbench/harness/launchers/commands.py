@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import commbench
 from commbench.harness.environment.kernel_packages import defaults_for
 from commbench.harness.hosts.sockets import interface_of
 from commbench.harness.launchers import binding
 from commbench.harness.launchers import mpirun as mpi
+
+if TYPE_CHECKING:
+    from commbench.harness.supervision.stacks import RankState
 
 OWN_AGENT = "commbench.harness.launchers.agent"
 LAUNCHER_JOINS_S = 60  # for the torchruns of all hosts to find each other
@@ -50,6 +53,22 @@ class OtherHosts(Protocol):
 
     def trouble(self) -> str:
         """Why the job cannot go on for a reason that is not on this host; "" if it can."""
+        ...
+
+    def look(self) -> None:
+        """The job hangs: the others are to say what their ranks do."""
+        ...
+
+    def looked(self) -> list[RankState]:
+        """What they said, as far as it comes in time."""
+        ...
+
+    def answer(self, look: Callable[[], list[RankState]]) -> None:
+        """Say what the ranks here do, where another host has asked."""
+        ...
+
+    def tell_spans(self, launch: int, pieces: Iterable[tuple[int, str]]) -> None:
+        """What the ranks here noted, (rank, lines), for the command that writes the trace."""
         ...
 
     def end(self, failed: bool) -> str:

@@ -16,14 +16,16 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from commbench.harness.ranks.rank import STACK_SIGNAL, log_path
 from commbench.harness.supervision.heartbeat import Pulse
 
 STACKS_WITHIN_S = 1.5  # for a rank to write its stacks
 NATIVE_WITHIN_S = 5.0
+_TOLD_BYTES = 4000  # of each stack, to another host
 _STACK = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*?(?=^(?:Current thread|Thread) 0x|\Z)", re.DOTALL | re.M)
 _FRAME = re.compile(r'^  File "([^"]*)", line (\d+) in (.*)$', re.M)
 _LIBRARIES = r"(libc\.|libpthread|libpython|_shm|libffi|nccl|rccl|libmpi|libucp|libuct|libcuda\.|libfabric)"
@@ -45,13 +47,26 @@ _WAITING = (
 class RankState:
     """One rank of a job that does not go on. state: of its process, in the kernel's letters (T: stopped, "": gone).
     python: its stacks as faulthandler writes them, "" where none came. native: the same of gdb or py-spy, "" where
-    neither is there. kernel: what the kernel tells of where it waits."""
+    neither is there. kernel: what the kernel tells of where it waits. host: the other host that it runs on, "" for this
+    one."""
 
     pulse: Pulse
     state: str
     python: str = ""
     native: str = ""
     kernel: str = ""
+    host: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a host that judges all ranks: of long stacks the end, where the main thread stands."""
+        told = {"python": self.python[-_TOLD_BYTES:], "native": self.native[:_TOLD_BYTES], "kernel": self.kernel}
+        return {"pulse": asdict(self.pulse), "state": self.state, **told}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any], host: str) -> RankState:
+        """Raises KeyError or TypeError where the record is none."""
+        texts = {name: str(record[name]) for name in ("state", "python", "native", "kernel")}
+        return cls(Pulse(**record["pulse"]), host=host, **texts)
 
     @property
     def innermost(self) -> tuple[str, int, str] | None:
@@ -102,14 +117,18 @@ def collect(directory: Path, launch: int, pulses: Sequence[Pulse]) -> list[RankS
                 if states[pulse.rank] == "T":
                     os.kill(pulse.pid, signal.SIGCONT)
     texts: dict[int, str] = {}
+    going_on = {p.rank: p for p in pulses if states[p.rank] == "T"}
     deadline = time.monotonic() + STACKS_WITHIN_S
     while time.monotonic() < deadline and len(texts) < sum(map(bool, states.values())):
-        time.sleep(0.05)
+        time.sleep(0.01 if going_on else 0.05)
         for rank, path in logs.items():
             text = _since(path, sizes[rank])
             # the main thread comes last, and its outermost frame is the module's
             if states[rank] and rank not in texts and re.search(r"^  File .* in <module>\n(?!  File)", text, re.M):
                 texts[rank] = _since(path, sizes[rank])
+                _stop_again(going_on.pop(rank, None))
+    for pulse in going_on.values():
+        _stop_again(pulse)
     for rank, path in logs.items():
         texts.setdefault(rank, _since(path, sizes[rank]) if states[rank] else "")
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -118,6 +137,13 @@ def collect(directory: Path, launch: int, pulses: Sequence[Pulse]) -> list[RankS
         RankState(p, states[p.rank], texts[p.rank].strip(), stack, kernels[p.rank])
         for p, stack in zip(pulses, native, strict=True)
     ]
+
+
+def _stop_again(pulse: Pulse | None) -> None:
+    """A rank that was continued to write its stacks goes no further: what hangs must not end well after all."""
+    if pulse is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pulse.pid, signal.SIGSTOP)
 
 
 def _since(path: Path, offset: int) -> str:
@@ -203,7 +229,9 @@ def write_report(path: Path, headline: str, states: Sequence[RankState]) -> None
     """Everything that was seen, for people."""
     parts = [headline, ""]
     for s in states:
-        parts += [f"==== rank {s.pulse.rank}, pid {s.pulse.pid}, process state {s.state or 'gone'}: {s.pulse.where()}"]
+        where = f" of {s.host}" if s.host else ""
+        process = f"pid {s.pulse.pid}{where}, process state {s.state or 'gone'}"
+        parts += [f"==== rank {s.pulse.rank}, {process}: {s.pulse.where()}"]
         parts += ["", "Python stacks:", s.python or "none came", ""]
         if s.native:
             parts += ["Native stacks:", s.native, ""]

@@ -38,17 +38,20 @@ LINGER_S = 15.0  # for the launcher to end after its last rank
 @dataclass(frozen=True, slots=True)
 class Limits:
     """point_s: longest time that a point may take in a launch, all its visits together; None: by its size. launch_s:
-    longest time of a launch from its command to its end; None: START_S for the start, and what its points may take."""
+    longest time of a launch from its command to its end; None: START_S for the start, and what its points may take.
+    slack_s: more of each, for a command that leaves it to another one to notice first."""
 
     point_s: float | None = None
     launch_s: float | None = None
+    slack_s: float = 0.0
 
     def of_point(self, point: Point, max_time_per_point_s: float) -> float:
         """Seconds. Unless told: ten times the sampling time, and buffers handled at a twentieth of the usual speed."""
         if self.point_s is not None:
-            return self.point_s
+            return self.point_s + self.slack_s
         made = 0.0 if point.mode == "eager" else COMPILING_S
-        return LEAST_POINT_S + made + 10 * max_time_per_point_s + 60 * point.size_bytes * point.world_size / 1e9
+        handled = 60 * point.size_bytes * point.world_size / 1e9
+        return LEAST_POINT_S + made + 10 * max_time_per_point_s + handled + self.slack_s
 
     def patience_s(self, points: Iterable[Point], max_time_per_point_s: float) -> float:
         """How long ranks wait for each other: longer than any point may take, so that the watching command, which can
@@ -58,7 +61,7 @@ class Limits:
 
     @property
     def start_s(self) -> float:
-        return START_S if self.launch_s is None else self.launch_s
+        return (START_S if self.launch_s is None else self.launch_s) + self.slack_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,8 @@ class Watchdog:
         self._gone = self._gone + passed if pulses and len(gone) == len(pulses) else 0.0
         if self._gone > LINGER_S:
             return Trouble("linger", f"its ranks are done, but the launcher did not end within {LINGER_S:.0f} s")
-        if self._limits.launch_s is not None and self._already_s + self._total > self._limits.launch_s and not gone:
+        lasted_s = self._already_s + self._total - self._limits.slack_s
+        if self._limits.launch_s is not None and lasted_s > self._limits.launch_s and not gone:
             measured = self._came_up or heard or self._already_s > 0
             what = "took longer than its limit of" if measured else "did not come up within"
             kind = "launch" if measured else "start"
@@ -153,7 +157,8 @@ class Watchdog:
     @property
     def _least_s(self) -> float:
         """A time in which something must have happened, whatever point it is."""
-        return LEAST_POINT_S if self._limits.point_s is None else self._limits.point_s
+        least_s = LEAST_POINT_S if self._limits.point_s is None else self._limits.point_s
+        return least_s + self._limits.slack_s
 
 
 def state_of(pulse: Pulse) -> str:
