@@ -350,7 +350,10 @@ class Launch:
                 cause = next(((p.rank, -killed[1]) for p in self.pulses if p.pid == killed[0]), None)
         else:
             cause = _torchrun_cause(told)
-        if cause is not None and cause[1] < 0:
+        # an MPI launcher ends the other ranks by SIGTERM, and MPICH's tells of the last one only
+        ended = self.program.launcher == "mpirun" and cause is not None and cause[1] == -signal.SIGTERM
+        raised = self._raised() if ended else []
+        if cause is not None and cause[1] < 0 and not raised:
             text = f"rank {cause[0]} was killed by {signal.Signals(-cause[1]).name}"
             if cause[1] == -signal.SIGKILL and self.out_of_memory:
                 text += ": the kernel ran out of memory"
@@ -359,12 +362,8 @@ class Launch:
             _, rank, message = self._errors[0]
             return _by_rank(rank, message)
         gone = self.trouble.ranks if self.trouble is not None else range(self.ranks)
-        for rank in [cause[0]] if cause is not None else gone:
-            lines = [
-                line
-                for line in _text(log_path(self.directory, self.index, rank), self._logs_from).splitlines()
-                if line.strip()
-            ]
+        for rank in raised or ([cause[0]] if cause is not None else gone):
+            lines = [line for line in self._said_by(rank).splitlines() if line.strip()]
             if lines:
                 # a traceback ends in "module.Error: message"; who reads the point wants the message
                 message = re.sub(
@@ -375,6 +374,14 @@ class Launch:
             return self.trouble.text
         last = [line for line in told.splitlines() if line.strip()]
         return last[-1].strip() if last else "the job ended without a word"
+
+    def _said_by(self, rank: int) -> str:
+        return _text(log_path(self.directory, self.index, rank), self._logs_from)
+
+    def _raised(self) -> list[int]:
+        """Ranks that ended with an error of their own."""
+        told = {rank for _, rank, _ in self._errors}
+        return [rank for rank in range(self.ranks) if rank in told or "Traceback (most" in self._said_by(rank)]
 
 
 def _by_rank(rank: int, message: str) -> str:
