@@ -11,12 +11,10 @@ import os
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from itertools import product
 from pathlib import Path
-from typing import Any, Self, TypeVar
-
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from typing import Any, Self
 
 from commbench.errors import SpecError, UnknownName, unknown
 from commbench.registry import BACKENDS, CA_PROVIDERS
@@ -47,9 +45,21 @@ ONE_OF: dict[str, tuple[str, tuple[str, ...]]] = {
     "loop": ("timed loop", LOOPS),
     "graph_timing": ("way to time graphs", GRAPH_TIMINGS),
 }
+# settings that are lists of names: what a name is, and those it may be (None: whoever reads it knows)
+LISTS: dict[str, tuple[str, tuple[str, ...] | None]] = {
+    "collectives": ("collective", tuple(COLLECTIVES)),
+    "dtypes": ("dtype", tuple(DTYPES)),
+    "ops": ("op", OPS),
+    "layout": ("layout", LAYOUTS),
+    "placement": ("placement", PLACEMENTS),
+    "cache": ("cache", CACHES),
+    "mode": ("mode", MEASURED_MODES),
+    "backends": ("backend", (AUTO, *BACKENDS)),
+    "policy": ("policy", None),
+    "group": ("group", GROUPS),
+}
 
 Names = tuple[str, ...]
-Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +135,23 @@ def parse_skew(text: str) -> tuple[int, float]:
     return int(rank), parse_duration(delay)
 
 
-class SweepSpec(BaseModel):
-    """What a sweep file or the flags say. Every list multiplies with the others."""
+class SettingError(SpecError):
+    """One setting of a sweep is wrong: ``key`` names it, ``fault`` says what is wrong with it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    def __init__(self, key: str, fault: str) -> None:
+        super().__init__(f"{key}: {fault}")
+        self.key = key
+        self.fault = fault
+
+
+@dataclass(frozen=True, init=False)
+class SweepSpec:
+    """What a sweep file or the flags say. Every list multiplies with the others.
+
+    Settings are keywords. Each is checked and brought into its field's type: lists of names from a list or from
+    ``"a,b"``, sizes from ``"8:64KiB:x2"`` or a list, times from ``"2m"`` or seconds, the target from ``"1%"`` or a
+    fraction. Raises SettingError.
+    """
 
     name: str = "sweep"
     description: str = ""
@@ -167,131 +190,39 @@ class SweepSpec(BaseModel):
     # how long to wait for it
     point_timeout: float | None = None
     launch_timeout: float | None = None
+    # the settings that somebody named; the others hold their defaults
+    given: Names = field(default=(), compare=False)
 
-    @field_validator(
-        "collectives", "dtypes", "ops", "layout", "placement", "cache", "mode", "backends", "policy", "group",
-        mode="before",
-    )  # fmt: skip
-    @classmethod
-    def _a_list(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            value = [part.strip() for part in value.split(",") if part.strip()]
-        if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
-            return tuple(dict.fromkeys(value))
-        raise ValueError("must be a list of names")
+    def __init__(self, **settings: Any) -> None:
+        for key in settings:
+            if key not in SETTINGS:
+                raise SettingError(key, f"unknown key; allowed: {', '.join(SETTINGS)}")
+        for key in SETTINGS:  # in this order, whatever the user's: the first fault is always the same
+            value = _checked(key, settings[key]) if key in settings else getattr(type(self), key)
+            object.__setattr__(self, key, value)
+        object.__setattr__(self, "given", tuple(key for key in SETTINGS if key in settings))
+        self._check_together()
 
-    @field_validator("sizes", mode="before")
-    @classmethod
-    def _one_text(cls, value: Any) -> Any:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return str(value)
-        if isinstance(value, list | tuple):
-            if any(isinstance(v, bool) or not isinstance(v, str | int) for v in value):
-                raise ValueError("must be sizes, such as 8, '1KiB' or '8:64MiB:x2'")
-            return ",".join(str(v) for v in value)
-        return value
-
-    @field_validator("collectives", "dtypes", "ops", "layout", "placement", "cache", "mode", "backends")
-    @classmethod
-    def _known(cls, value: Names, info: Any) -> Names:
-        allowed: dict[str, Sequence[str]] = {
-            "collectives": list(COLLECTIVES),
-            "dtypes": list(DTYPES),
-            "ops": OPS,
-            "layout": LAYOUTS,
-            "placement": PLACEMENTS,
-            "cache": CACHES,
-            "mode": MEASURED_MODES,
-            "backends": [AUTO, *BACKENDS],
-        }
-        for name in value:
-            if name not in allowed[info.field_name]:
-                known = ", ".join(allowed[info.field_name])
-                raise ValueError(f"unknown {_SINGULAR[info.field_name]} {name!r}; allowed: {known}")
-        if not value and info.field_name != "placement":
-            raise ValueError("is empty; name at least one")
-        return value
-
-    @field_validator("group")
-    @classmethod
-    def _groups_exist(cls, value: Names) -> Names:
-        for name in value:
-            if name not in GROUPS:
-                raise ValueError(f"unknown group {name!r}; allowed: {', '.join(GROUPS)}")
-        if not value:
-            raise ValueError("is empty; name at least one")
-        return value
-
-    @field_validator("sizes")
-    @classmethod
-    def _sizes_parse(cls, value: str) -> str:
-        if not _valid(parse_sizes, value):
-            raise ValueError("is empty; name at least one size")
-        return value
-
-    @field_validator(*ONE_OF)
-    @classmethod
-    def _one_of(cls, value: str, info: Any) -> str:
-        what, allowed = ONE_OF[info.field_name]
-        if value not in allowed:
-            raise ValueError(f"{value!r} is no {what}; allowed: {', '.join(filter(None, allowed))}")
-        return value
-
-    @field_validator("skew")
-    @classmethod
-    def _skew_parses(cls, value: str) -> str:
-        if value:
-            _valid(parse_skew, value)
-        return value
-
-    @field_validator("tp", "pp", "ep", "launches", "seed", "nnodes", mode="before")
-    @classmethod
-    def _whole(cls, value: Any, info: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{value!r} is not a whole number")
-        if info.field_name in ("tp", "pp", "ep") and value < 1:
-            raise ValueError(f"{value} ranks cannot hold a collective; it takes at least 2")
-        if info.field_name == "nnodes" and value < 1:
-            raise ValueError(f"{value} hosts cannot run anything; it takes at least 1")
-        if info.field_name == "launches" and not 1 <= value <= 1000:
-            raise ValueError(f"{value} is not between 1 and 1000")
-        return value
-
-    @field_validator("target_ci", mode="before")
-    @classmethod
-    def _percent(cls, value: Any) -> float:
-        return _valid(parse_percent, value)
-
-    @field_validator("max_time_per_point", "budget", "point_timeout", "launch_timeout", mode="before")
-    @classmethod
-    def _duration(cls, value: Any) -> float | None:
-        return None if value is None else _valid(parse_duration, value)
-
-    @model_validator(mode="after")
-    def _timeouts_leave_time(self) -> Self:
+    def _check_together(self) -> None:
+        """Raise SettingError where settings do not fit each other."""
         if self.point_timeout is not None and self.point_timeout <= self.max_time_per_point:
-            raise ValueError(
-                f"point_timeout: {self.point_timeout:g} s is not longer than the {self.max_time_per_point:g} s that a "
-                "point may take when all is well (--max-time-per-point)"
+            raise SettingError(
+                "point_timeout",
+                f"{self.point_timeout:g} s is not longer than the {self.max_time_per_point:g} s that a point may take "
+                "when all is well (--max-time-per-point)",
             )
-        if self.launch_timeout is not None and self.launch_timeout <= 0:
-            raise ValueError("launch_timeout: 0 s leave no time for a launch")
-        return self
-
-    @model_validator(mode="after")
-    def _sizes_fit(self) -> Self:
         if self.ranks < 2:
-            raise ValueError(f"tp: {self.ranks} ranks cannot hold a collective; it takes at least 2")
+            raise SettingError("tp", f"{self.ranks} ranks cannot hold a collective; it takes at least 2")
         if self.ranks % self.nnodes:
-            raise ValueError(f"nnodes: {self.ranks} ranks cannot be spread evenly over {self.nnodes} hosts")
+            raise SettingError("nnodes", f"{self.ranks} ranks cannot be spread evenly over {self.nnodes} hosts")
         if self.nnodes > 1 and self.launcher == "mpirun":
-            raise ValueError(
-                "nnodes: mpirun starts the ranks of all hosts itself; name the hosts in --mpirun-options and leave "
-                "--nnodes away"
+            raise SettingError(
+                "nnodes",
+                "mpirun starts the ranks of all hosts itself; name the hosts in --mpirun-options and leave --nnodes "
+                "away",
             )
         if self.tp % self.ep:
-            raise ValueError(f"ep: {self.ep} does not divide tp, {self.tp} ranks, among which experts are split")
-        return self
+            raise SettingError("ep", f"{self.ep} does not divide tp, {self.tp} ranks, among which experts are split")
 
     @property
     def ranks(self) -> int:
@@ -308,25 +239,97 @@ class SweepSpec(BaseModel):
         sizes = {"world": self.ranks, "tp": self.tp, "pp": self.pp, "moe_ep": self.ep, "moe_tp": self.tp // self.ep}
         return sizes[group.partition(":")[0]]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting in what JSON holds. ``SweepSpec(**spec.to_dict())`` is the same spec."""
+        values = {key: getattr(self, key) for key in SETTINGS}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
-def _valid(parse: Callable[[Any], Parsed], value: Any) -> Parsed:
-    """Parse inside a validator, where pydantic expects a ValueError (and adds which key it was)."""
+    def changed(self, **settings: Any) -> Self:
+        """The same spec with other settings, which are checked."""
+        return type(self)(**{**{key: getattr(self, key) for key in self.given}, **settings})
+
+
+SETTINGS = tuple(f.name for f in fields(SweepSpec) if f.name != "given")
+_WHOLE = ("tp", "pp", "ep", "launches", "seed", "nnodes")
+_DURATIONS = ("max_time_per_point", "budget", "point_timeout", "launch_timeout")
+
+
+def _checked(key: str, value: Any) -> Any:
+    """One setting in its field's type. Raises SettingError."""
     try:
-        return parse(value)
+        if key in LISTS:
+            return _names(key, value)
+        if key in _WHOLE:
+            return _whole(key, value)
+        if key in _DURATIONS:
+            return None if value is None and key != "max_time_per_point" else parse_duration(value)
+        if key == "target_ci":
+            return parse_percent(value)
+        if key == "sizes":
+            return _sizes_text(value)
+        if key == "share_device":
+            if not isinstance(value, bool):
+                raise SpecError(f"{value!r} is neither true nor false")
+            return value
+        return _word(key, value)
     except SpecError as error:
-        raise ValueError(str(error)) from error
+        raise SettingError(key, str(error)) from None
 
 
-_SINGULAR = {
-    "collectives": "collective",
-    "dtypes": "dtype",
-    "ops": "op",
-    "layout": "layout",
-    "placement": "placement",
-    "cache": "cache",
-    "mode": "mode",
-    "backends": "backend",
-}
+def _names(key: str, value: Any) -> Names:
+    what, allowed = LISTS[key]
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+        raise SpecError(f"{value!r} is no list of names")
+    for name in value:
+        if allowed is not None and name not in allowed:
+            raise SpecError(f"unknown {what} {name!r}; allowed: {', '.join(allowed)}")
+    if not value and key != "placement":
+        raise SpecError("is empty; name at least one")
+    return tuple(dict.fromkeys(value))
+
+
+def _whole(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SpecError(f"{value!r} is not a whole number")
+    if key in ("tp", "pp", "ep") and value < 1:
+        raise SpecError(f"{value} ranks cannot hold a collective; it takes at least 2")
+    if key == "nnodes" and value < 1:
+        raise SpecError(f"{value} hosts cannot run anything; it takes at least 1")
+    if key == "launches" and not 1 <= value <= 1000:
+        raise SpecError(f"{value} is not between 1 and 1000")
+    return value
+
+
+def _sizes_text(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = [value]
+    if isinstance(value, list | tuple):
+        if any(isinstance(v, bool) or not isinstance(v, str | int) for v in value):
+            raise SpecError(f"{value!r} holds what is no size; write 8, '1KiB' or '8:64MiB:x2'")
+        value = ",".join(str(v) for v in value)
+    if not isinstance(value, str):
+        raise SpecError(f"{value!r} is no size; write 8, '1KiB' or '8:64MiB:x2'")
+    if not parse_sizes(value):
+        raise SpecError("is empty; name at least one size")
+    return value
+
+
+def _word(key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise SpecError(f"{value!r} is no text")
+    if key in ONE_OF:
+        what, allowed = ONE_OF[key]
+        if value not in allowed:
+            raise SpecError(f"{value!r} is no {what}; allowed: {', '.join(filter(None, allowed))}")
+    if key == "skew" and value:
+        parse_skew(value)
+    if key == "name" and (not value.strip() or not value.isprintable() or os.sep in value):
+        raise SpecError(f"{value!r} is no name for a run's folder; take letters, digits and hyphens")
+    return value
+
+
 _TABLES = {
     "sweep": (
         "collectives", "dtypes", "ops", "sizes", "layout", "placement", "cache", "mode", "backends", "policy", "group",
@@ -399,15 +402,8 @@ def make_spec(settings: Mapping[str, Any], source: Mapping[str, str]) -> SweepSp
     """A checked spec. ``source`` says where each setting comes from, for messages. Raises SpecError."""
     try:
         return SweepSpec(**settings)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = str(first["loc"][0]) if first["loc"] else ""
-        message = first["msg"].removeprefix("Value error, ")
-        if not key:  # settings that do not fit each other: the text names the one to change
-            key, _, message = message.partition(": ")
-        if first["type"] == "extra_forbidden":
-            message = f"unknown key; allowed: {', '.join(SweepSpec.model_fields)}"
-        raise SpecError(f"{source.get(key, key)}: {message}") from None
+    except SettingError as error:
+        raise SpecError(f"{source.get(error.key, error.key)}: {error.fault}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -487,7 +483,7 @@ def expand(spec: SweepSpec, memory_bytes: int, probes: Probes | None = None) -> 
 
 def _asked_for(spec: SweepSpec, key: str) -> bool:
     """Whether the user named this list; what the defaults hold may go unused (a barrier has no dtype)."""
-    return key in spec.model_fields_set
+    return key in spec.given
 
 
 def _no_place(spec: SweepSpec, collective: str, group: str, backend: str, mode: str, cache: str) -> str:

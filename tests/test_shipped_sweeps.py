@@ -39,7 +39,7 @@ def test_a_shipped_sweep_is_valid_named_after_its_file_and_explained(name: str) 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shipped_sweep_works_with_any_number_of_ranks(name: str, ranks: int) -> None:
-    spec = load(name).model_copy(update={"tp": ranks})
+    spec = load(name).changed(tp=ranks)
     assert expand(spec, memory_bytes=16 * GIB).points
 
 

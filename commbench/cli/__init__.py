@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
+import os
 import signal
 import sys
 from typing import Any, NoReturn
@@ -66,8 +69,23 @@ def _terminated(signum: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def _said(error: OSError) -> str | None:
+    """An error of the user's surroundings in words; None for one of ours."""
+    if error.filename is not None:  # a file or folder that the user named, and that no command has looked at closely
+        return f"{error.filename}: {error.strerror}"
+    if error.errno == errno.ENOENT and not os.path.exists("."):  # noqa: PTH110 (Path asks for the folder itself)
+        return "the present folder is gone; change to one that exists"
+    if error.errno in (errno.ENOSPC, errno.EIO):  # the terminal, pipe or file behind standard output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still unwritten would fail again at exit
+        return f"standard output: {error.strerror}"
+    return None
+
+
 def main() -> NoReturn:
     """Run a command. Bad input ends with one line and exit code 2, an interruption with 130."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # an ASCII or Latin-1 terminal shows ? for µ, and no traceback
+            stream.reconfigure(errors="replace")
     signal.signal(signal.SIGTERM, _terminated)  # what a CI runner sends: end as on Ctrl-C, keeping results
     try:
         code = group.main(prog_name="commbench", standalone_mode=False)
@@ -89,8 +107,8 @@ def main() -> NoReturn:
         sys.stderr.close()
         sys.exit(141)
     except OSError as error:
-        # a file or folder that the user named, and that no command has looked at more closely
-        if error.filename is None:
+        said = _said(error)
+        if said is None:
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"error: {said}", file=sys.stderr)
         sys.exit(2)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from commbench.cli._optional import named
 from commbench.errors import CommbenchError, LaunchError, SpecError
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def where_options(command: Command) -> Command:
                          "[default: SLURM_NODEID, GROUP_RANK or NODE_RANK]"),
             click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where all meet: an address of host 0. "
                          "[default: MASTER_ADDR and MASTER_PORT]"),
-            click.option("--join-timeout", metavar="TIME", help="For all hosts to come. [default: 5m]"),
+            click.option("--join-timeout", metavar="TIME", help="For all hosts to come; a lost one has 30 s at most "
+                         "to come back. [default: 5m]"),
         )
     ):  # fmt: skip
         command = option(command)
@@ -116,13 +118,15 @@ def take(flags: dict[str, Any]) -> Place:
         flags.pop("node_rank"),
         flags.pop("rdzv_endpoint") or "",
         flags.pop("nproc_per_node", None),
-        JOIN_S if join is None else parse_duration(join),
+        JOIN_S if join is None else named("--join-timeout", parse_duration, join),
     )
 
 
 def digest(plan: Plan, launches: int) -> str:
-    """What hosts compare to know that they were given the same sweep."""
-    text = json.dumps([[p.to_dict() for p in plan.points], dict(plan.settings), launches], sort_keys=True)
+    """What hosts compare to know that they were given the same sweep. How long they wait for each other may differ: a
+    run goes on with the plan that it began with, and with timeouts of its own."""
+    settings = {key: value for key, value in plan.settings.items() if key != "patience_s"}
+    text = json.dumps([[p.to_dict() for p in plan.points], settings, launches], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -35,16 +35,16 @@ def _listing() -> list[str]:
     return [*lines, "", "commbench policies show NAME prints one; a path ending in .toml works wherever a name does."]
 
 
-@command.command("list")
+@command.command("list", short_help="The shipped policies, and the order in which each asks.")
 def list_command() -> None:
     """The shipped policies, with the order in which each asks for an all-reduce on a GPU."""
     for line in _listing():
         click.echo(line)
 
 
-@command.command()
+@command.command(short_help="One policy in full.")
 @click.argument("name")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, and nothing else there.")
 def show(name: str, as_json: bool) -> None:
     """One policy in full: order, conditions, tables, parameters, variables and the engine's faults."""
     from commbench.policy.show import show_data, show_text
@@ -57,12 +57,12 @@ def show(name: str, as_json: bool) -> None:
         click.echo(line)
 
 
-@command.command()
+@command.command(short_help="Sizes at which two policies differ on one machine.")
 @click.argument("left")
 @click.argument("right")
 @request_options
 @click.option("--hidden", type=click.IntRange(1), default=None, help="Width of a row: tensors are (rows, width).")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, and nothing else there.")
 def diff(left: str, right: str, hidden: int | None, as_json: bool, **machine: Any) -> None:
     """The (dtype, sizes, mode) cells whose backend differs between two policies on one machine.
 
@@ -86,11 +86,11 @@ def diff(left: str, right: str, hidden: int | None, as_json: bool, **machine: An
         click.echo(line)
 
 
-@command.command()
+@command.command(short_help="What is suspect about a policy, and the engine's own faults.")
 @click.argument("name")
 @click.option("--gpu", "gpus", multiple=True, metavar="NAME", help="Look at these GPUs only (may be given again).")
 @click.option("--tp", "world_sizes", type=click.IntRange(1), multiple=True, help="Look at these world sizes only.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, and nothing else there.")
 def check(name: str, gpus: tuple[str, ...], world_sizes: tuple[int, ...], as_json: bool) -> None:
     """What is suspect about a policy: dead zones, shadowed backends, caps, dead gates, and the engine's own faults.
 
@@ -112,7 +112,7 @@ def check(name: str, gpus: tuple[str, ...], world_sizes: tuple[int, ...], as_jso
         click.get_current_context().exit(1)
 
 
-@command.command()
+@command.command(short_help="Draw the map of picks over size and dtype.")
 @click.argument("names", nargs=-1, required=True)
 @request_options
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="A .png or .svg file.")

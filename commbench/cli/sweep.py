@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commbench.cli import _nodes
-from commbench.cli._optional import bare
+from commbench.cli._optional import bare, grouped
 from commbench.errors import CommbenchError, Interrupted, LaunchError
 from commbench.sweep import SweepSpec, find_sweep, make_spec, read_file
 
@@ -58,7 +58,27 @@ _FLAGS = {
 }
 
 
-@click.command(cls=bare("--profile", "auto"), context_settings={"max_content_width": 100})
+_GROUPS = {
+    "What to measure": (
+        "--collectives", "--dtypes", "--ops", "--sizes", "--layout", "--placement", "--cache", "--mode", "--backends",
+        "--policy", "--group",
+    ),
+    "Ranks": (
+        "--tp", "--pp", "--ep", "--device", "--share-device", "--launcher", "--mpirun-options", "--bind",
+        "--ca-provider",
+    ),
+    "Several hosts": ("--nnodes", "--node-rank", "--rdzv-endpoint", "--nproc-per-node", "--join-timeout"),
+    "How to measure": (
+        "--launches", "--target-ci", "--max-time-per-point", "--budget", "--seed", "--sync", "--loop",
+        "--graph-timing", "--skew",
+    ),
+    "When something hangs or ends early": ("--point-timeout", "--launch-timeout", "--resume", "--retry", "--force"),
+    "Traces and profiles": ("--profile", "--trace", "--otlp-endpoint"),
+    "Output": ("--out", "--dry-run", "--json", "--quiet"),
+}  # fmt: skip
+
+
+@click.command(cls=bare("--profile", "auto", grouped(_GROUPS)), context_settings={"max_content_width": 100})
 @click.argument("spec_file", metavar="[SPEC]", required=False)
 @click.option("--tp", type=int, help="Ranks of a tensor parallel group. More ranks than cores work on CPU, and are "
               "marked. [default: 2]")  # fmt: skip
@@ -66,7 +86,7 @@ _FLAGS = {
 @click.option("--ep", type=int, help="Expert parallelism inside a tensor parallel group. [default: 1]")
 @click.option("--group", help="Comma-separated groups to measure: world, tp, pp, moe_ep, moe_tp (all of a kind at "
               "once), tp:0 … (the first alone). [default: world]")  # fmt: skip
-@click.option("--device", help="auto, cpu or cuda. [default: auto]")
+@click.option("--device", help="auto (cuda or cpu), cpu, cuda, xpu, hpu, npu. [default: auto]")
 @click.option("--collectives", help="Comma-separated: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, "
               "reduce, gather, scatter, send_recv, barrier, and what "
               "the coordinator does beside: see the sweep `coordinator`.")  # fmt: skip
@@ -202,11 +222,11 @@ def _resume(
     work = unfinished(directory, statuses)
     timeouts = {key: flags.pop(key) for key in ("point_timeout", "launch_timeout")}
     given = {key: value for key, value in timeouts.items() if value is not None}
-    waiting = make_spec({**work.spec.model_dump(), **given}, {key: _FLAGS[key] for key in given})
+    waiting = make_spec({**work.spec.to_dict(), **given}, {key: _FLAGS[key] for key in given})
     asked = None
     if spec_file is not None or any(value is not None for value in flags.values()):
         # flags alone change the run's own spec; a file stands for itself
-        own = None if spec_file is not None else work.spec.model_dump()
+        own = None if spec_file is not None else work.spec.to_dict()
         asked = _spec(spec_file, {**timeouts, **flags}, own)
     changed = harness.refuse_another(work, asked, force=force)
     total = len(work.points)

@@ -74,7 +74,7 @@ def run_stage(
             "argv": [redact("", word) for word in sys.argv],
             "started_s": time.time(),
             "outcome": "running",
-            "spec": spec.model_dump() | ({"policy": [side.policy]} if side.policy else {}),
+            "spec": spec.to_dict() | ({"policy": [side.policy]} if side.policy else {}),
             "settings": settings.to_dict(),
             "points_planned": len(points[name]) * pairs,
             "fingerprint": dict(fingerprints[name]),

@@ -92,7 +92,7 @@ def differences(work: Unfinished, spec: SweepSpec | None, machine: Mapping[str, 
     commbench or of the libraries, the machine. machine: a fingerprint taken now."""
     found = []
     if spec is not None:
-        now, then = spec.model_dump(mode="json"), work.spec.model_dump(mode="json")
+        now, then = spec.to_dict(), work.spec.to_dict()
         found += [f"spec.{k}: {then[k]} → {now[k]}" for k in then if k not in _FREE and then[k] != now[k]]
     version = work.manifest.get("commbench")
     if version != __version__:

@@ -239,7 +239,7 @@ def new_manifest(
         "argv": ["commbench", *(redact("", word) for word in (list(argv) or sys.argv)[1:])],
         "started_s": time.time(),
         "outcome": "running",
-        "spec": spec.model_dump(),
+        "spec": spec.to_dict(),
         "settings": settings.to_dict(),
         "points_planned": len(expansion.points) * spec.launches,
         "skipped_combinations": dict(expansion.skipped),

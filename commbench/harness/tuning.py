@@ -111,7 +111,7 @@ def adaptive(
             launches = min(launches, max(FEWEST_HELD_OUT, int(left / least)))
         per_launch = max(len(points) * LEAST_PER_POINT_S, share / launches - overhead)
         plan = replace(settings, budget_s=per_launch, seed=settings.seed + len(runs), backends=_forced(points))
-        own_spec = spec.model_copy(update={"launches": launches, "name": f"tune-{phase}"})
+        own_spec = spec.changed(launches=launches, name=f"tune-{phase}")
         seconds = launches * (overhead + min(per_launch, len(points) * settings.max_time_per_point_s))
         on_event = announce(phase, len(points) * launches, seconds)
         run = harness.execute(own_spec, Expansion(points, {}), plan, out / phase, on_event, list(argv) or sys.argv)

@@ -12,7 +12,7 @@ import pytest
 from commbench.errors import PolicyError, SpecError, UnknownName
 from commbench.harness.engine.plan import planned, policy_files
 from commbench.harness.run import prepare
-from commbench.sweep import SweepSpec, make_spec, read_file
+from commbench.sweep import SETTINGS, SweepSpec, make_spec, read_file
 from commbench.types import Point
 
 OWN = {"tp": 2, "pp": 1, "ep": 1, "device": "cpu"}
@@ -49,7 +49,7 @@ def sweep_file(folder: Path, settings: dict[str, Any]) -> Path:
 
 
 def test_every_field_of_a_sweep_is_known_to_these_tests() -> None:
-    assert set(TAKEN) | set(SETTLED) == set(SweepSpec.model_fields)
+    assert set(TAKEN) | set(SETTLED) == set(SETTINGS)
     assert not set(TAKEN) & set(SETTLED)
 
 
@@ -66,7 +66,7 @@ def test_a_field_is_taken_as_it_is_asked_for(field: str, where: str, tmp_path: P
         found = planned(ENGINE, "cpu", None, asked)
     assert found[0] == wanted
     assert found[1:] == prepare(wanted)
-    assert getattr(found[0], field) != SweepSpec.model_fields[field].default
+    assert getattr(found[0], field) != getattr(SweepSpec, field)
 
 
 @pytest.mark.parametrize("field", SETTLED)
@@ -94,7 +94,7 @@ def test_a_field_that_is_settled_when_ranks_start_is_refused_with_its_value_and_
     with pytest.raises(SpecError, match=re.escape(told)) as problem:
         call(**without)
     # the way out is a keyword that says what the ranks have, and it works
-    mine = {**OWN, **{key: SweepSpec.model_fields[key].default for key in SETTLED if key not in OWN}}[field]
+    mine = {**OWN, **{key: getattr(SweepSpec, key) for key in SETTLED if key not in OWN}}[field]
     assert f"measure(…, {field}={mine!r})" in str(problem.value)
     assert getattr(call(**without, **{field: mine})[0], field) == mine
 
@@ -112,7 +112,7 @@ def test_a_sweep_that_names_no_policy_has_the_engines(tmp_path: Path) -> None:
         assert planned(engine, "cpu", what, {"policy": ["commbench"]})[0].policy == ("commbench",)
 
 
-@pytest.mark.parametrize("field", SweepSpec.model_fields)
+@pytest.mark.parametrize("field", SETTINGS)
 def test_beside_points_go_only_fields_that_points_do_not_say(field: str) -> None:
     asked = {**TAKEN, **SETTLED}[field]
     if field in SETTLED:

@@ -44,7 +44,7 @@ def planned(engine: SweepSpec, device: str, what: Any, settings: Mapping[str, An
         return _of_points(what, own, settings, given, source)
     asked: dict[str, Any]
     if isinstance(what, SweepSpec):
-        asked = {key: getattr(what, key) for key in what.model_fields_set}
+        asked = {key: getattr(what, key) for key in what.given}
         _check_launched("measure: the sweep", _without(asked, settings), own)
         spec = make_spec({**given, **asked, **settings, "device": device}, source)
     elif isinstance(what, str | os.PathLike) and os.fspath(what):
