@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from commbench.harness.launchers.commands import Program, environment_of
+
 ASKING_S = 120.0
 ACCELERATORS = ("xpu", "hpu", "npu")  # backends.accelerators.VENDORS, which imports torch
 
@@ -36,12 +38,13 @@ def look(device: str) -> Found:
 
 
 def ask(device: str) -> Found:
-    """``look`` in a process of its own, which may fail in any way."""
-    command = [sys.executable, "-P", "-m", "commbench.harness.environment.devices", device]
+    """``look`` in a process of its own, which may fail in any way, with the environment of a rank."""
+    command = [sys.executable, "-m", "commbench.harness.environment.devices", device]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=ASKING_S, stdin=subprocess.DEVNULL
-        )
+            command, capture_output=True, text=True, errors="replace", timeout=ASKING_S, stdin=subprocess.DEVNULL,
+            env=environment_of(Program()),
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return Found(0, f"asking torch for {device} devices took longer than {ASKING_S:g} s", "check the driver")
     answer = (done.stdout.strip().splitlines() or [""])[-1]  # vendors' packages print before
