@@ -8,6 +8,7 @@ import io
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -34,8 +35,18 @@ COMMANDS = {
 }
 
 
+class ReaderGone(Exception):
+    """Who read our output has gone (head, less)."""
+
+
 class LazyGroup(click.Group):
     """Knows its commands by name; imports one when it is asked for."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise ReaderGone from error  # click itself would exit with 1, which says that something was found
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -73,12 +84,27 @@ def _said(error: OSError) -> str | None:
     """An error of the user's surroundings in words; None for one of ours."""
     if error.filename is not None:  # a file or folder that the user named, and that no command has looked at closely
         return f"{error.filename}: {error.strerror}"
-    if error.errno == errno.ENOENT and not os.path.exists("."):  # noqa: PTH110 (Path asks for the folder itself)
+    if error.errno == errno.ENOENT and _folder_is_gone():
         return "the present folder is gone; change to one that exists"
     if error.errno in (errno.ENOSPC, errno.EIO):  # the terminal, pipe or file behind standard output
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still unwritten would fail again at exit
+        _forget_output()
         return f"standard output: {error.strerror}"
     return None
+
+
+def _folder_is_gone() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def _forget_output() -> None:
+    """Nothing more to standard output: what is still unwritten would fail again at exit."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
 
 
 def main() -> NoReturn:
@@ -102,9 +128,8 @@ def main() -> NoReturn:
     except (KeyboardInterrupt, click.Abort):
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:
-        # the reader of our output has gone (head, less): nothing more to say, also not at exit
-        sys.stderr.close()
+    except ReaderGone:
+        _forget_output()
         sys.exit(141)
     except OSError as error:
         said = _said(error)

@@ -34,7 +34,7 @@ def grouped(groups: Mapping[str, tuple[str, ...]], base: Kind = click.Command) -
         def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
             left = {}
             for parameter in self.get_params(ctx):
-                record = parameter.get_help_record(ctx)
+                record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
                 if record is not None:
                     left[parameter.opts[0]] = record
             for heading, names in groups.items():

@@ -163,7 +163,7 @@ def show(point: str | None, directory: Path, as_json: bool) -> int:
     return 0
 
 
-@command.command()
+@command.command(short_help="Draw points over nights, with what changed in between.")
 @click.argument("point", metavar="[POINT]", required=False)
 @_folder
 @click.option("--out", type=click.Path(path_type=Path), default=Path("trend.png"), help="File. [default: trend.png]")

@@ -1,0 +1,112 @@
+"""What holds for every command: its help, the streams that it writes to, and the folder that it is started in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from commbench.cli import COMMANDS, group
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def commands() -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Every command and every command of a command, with the words that call it."""
+    context = click.Context(group)
+    for name in COMMANDS:
+        command = group.get_command(context, name)
+        assert command is not None
+        yield (name,), command
+        if isinstance(command, click.Group):
+            yield from (((name, inner), command.commands[inner]) for inner in command.commands)
+
+
+EVERY = dict(commands())
+
+
+@pytest.mark.parametrize("words", EVERY, ids=" ".join)
+def test_help_tells_every_option_once_and_in_full(
+    commbench: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    code, out, _ = commbench(*words, "--help")
+    assert code == 0
+    assert "..." not in out.replace("[ARGS]...", "").replace("NAMES...", "")
+    for parameter in EVERY[words].params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, f"{' '.join(words)} {parameter.opts[0]} has no help"
+            starts = [line for line in out.splitlines() if line.startswith(f"  {parameter.opts[0]}")]
+            assert len([line for line in starts if line.split()[0] == parameter.opts[0]]) == 1
+
+
+def test_the_options_of_a_sweep_stand_under_headings(commbench: Run) -> None:
+    out = commbench("sweep", "--help")[1]
+    headings = [line for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings[0] == "What to measure:"
+    assert headings[-1] == "Options:"
+    assert len(out[out.index("\nOptions:\n") :].strip().splitlines()) == 2  # all have a heading but --help
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("explain", "--size", "8MX"), "--size: size '8MX' is not a number of bytes"),
+        (("explain", "--range", "8:x"), "--range: size 'x' is not a number of bytes"),
+        (("sweep", "--join-timeout", "soon"), "--join-timeout: duration 'soon' is not a time"),
+        (("sweep", "--sizes", "9" * 400), "--sizes: size '9999"),
+        (("sweep", "--budget", "9" * 400), "--budget: duration '9999"),
+        (("explain", "--op", "xor"), "'xor' is not one of"),
+    ],
+)  # fmt: skip
+def test_a_bad_value_is_told_with_its_option(commbench: Run, arguments: tuple[str, ...], said: str) -> None:
+    code, out, err = commbench(*arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def started(code: str, *, stdout: int, env: dict[str, str] | None = None, cwd: Path | None = None) -> tuple[int, str]:
+    """A Python process that runs code: its exit code and stderr."""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], stdout=stdout, stderr=subprocess.PIPE, text=True, env=env, cwd=cwd, check=False
+    )
+    return ended.returncode, ended.stderr
+
+
+PROGRAM = "import sys; sys.argv = ['commbench', 'policies']; from commbench.cli import main; main()"
+
+
+def test_a_full_disk_behind_standard_output_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        assert started(PROGRAM, stdout=full.fileno()) == (2, "error: standard output: No space left on device\n")
+
+
+def test_a_reader_that_has_gone_ends_a_command_without_a_word() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        assert started(PROGRAM, stdout=write) == (141, "")
+    finally:
+        os.close(write)
+
+
+def test_a_terminal_that_cannot_show_an_arrow_gets_a_question_mark(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with out.open("w") as file:
+        assert started(PROGRAM, stdout=file.fileno(), env={**os.environ, "PYTHONIOENCODING": "latin-1"})[0] == 0
+    assert b" ? " in out.read_bytes()
+
+
+def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    program = PROGRAM.replace("'policies'", "'report', 'x', '--out', 'y'")
+    code = f"import os; os.rmdir({str(gone)!r})\n{program}"
+    said = "error: the present folder is gone; change to one that exists\n"
+    assert started(code, stdout=subprocess.DEVNULL, cwd=gone) == (2, said)
