@@ -70,7 +70,7 @@ def winners(bound: Bound, call: CallSignature, low: int, high: int, hidden: int 
     first = low
     for left, right in pairwise(points):
         if answer_of(ask(left)) != answer_of(ask(right)):
-            edge = _bisect(ask, left, right, step)
+            edge = _edge(ask, left, right, step)
             intervals.append(Interval(first, edge - step, ask(edge - step)))
             first = edge
     intervals.append(Interval(first, last, ask(last)))
@@ -91,7 +91,7 @@ def nearest(bound: Bound, call: CallSignature, below: bool, most: int = 1 << 40)
     previous = size
     for point in points:
         if answer_of(ask(point)) != here:
-            edge = _bisect(ask, previous, point, step) if not below else _bisect_down(ask, point, previous, step)
+            edge = _edge(ask, previous, point, step)
             return Nearest(edge, (edge - size) // DTYPES[call.dtype].itemsize, ask(edge))
         previous = point
     return None
@@ -152,25 +152,13 @@ def _points(bound: Bound, call: CallSignature, low: int, high: int, step: int) -
         yield from (base - step, base, base + step)
 
 
-def _bisect(ask: Callable[[int], Verdict], left: int, right: int, step: int) -> int:
-    """The first size right of ``left`` that does not take left's route; ``right`` does not."""
-    here = answer_of(ask(left))
-    while right - left > step:
-        middle = left + (right - left) // step // 2 * step
+def _edge(ask: Callable[[int], Verdict], near: int, far: int, step: int) -> int:
+    """Of the sizes from ``near`` to ``far``, up or down, the first that does not take near's route; ``far`` does not."""
+    here = answer_of(ask(near))
+    while abs(far - near) > step:
+        middle = near + (far - near) // step // 2 * step
         if answer_of(ask(middle)) == here:
-            left = middle
+            near = middle
         else:
-            right = middle
-    return right
-
-
-def _bisect_down(ask: Callable[[int], Verdict], left: int, right: int, step: int) -> int:
-    """The last size left of ``right`` that does not take right's route; ``left`` does not."""
-    here = answer_of(ask(right))
-    while right - left > step:
-        middle = left + (right - left) // step // 2 * step
-        if answer_of(ask(middle)) == here:
-            right = middle
-        else:
-            left = middle
-    return left
+            far = middle
+    return far
