@@ -16,9 +16,10 @@ import pytest
 from commbench import Engine
 from commbench.errors import UsageError
 from commbench.harness.ranks.watch import watching
-from commbench.harness.views import tracing
+from commbench.harness.views import otlp, tracing
 from commbench.harness.views.look import ENDPOINT_VARIABLE, Look
-from commbench.harness.views.tracing import Context, RankTrace, Trace, traced
+from commbench.harness.views.spans import TRACE_VARIABLE, Context
+from commbench.harness.views.tracing import RankTrace, Trace, traced
 from commbench.measure.observer import BlockSeen
 from commbench.types import Point
 from tests.engine.otlp import attributes, receiving
@@ -140,7 +141,7 @@ def test_an_engine_traces_a_measurement_where_it_is_asked_to(engine: Engine, tmp
 def test_an_endpoint_that_cannot_be_reached_is_warned_of_once_and_the_sweep_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tracing, "_EXPORT_S", 2.0)
+    monkeypatch.setattr(otlp, "_EXPORT_S", 2.0)
     warnings: list[str] = []
     with Look.of(None, True, "http://127.0.0.1:1", {}).at(tmp_path, warnings.append):
         for launch in range(3):
@@ -189,9 +190,9 @@ def test_an_endpoint_that_is_no_address_is_named(endpoint: str) -> None:
 
 
 def test_an_address_keeps_its_own_path_and_has_the_standards_otherwise() -> None:
-    assert tracing.check_endpoint("http://h:4318") == "http://h:4318/v1/traces"
-    assert tracing.check_endpoint("http://h:4318/") == "http://h:4318/v1/traces"
-    assert tracing.check_endpoint("https://h/otlp/v1/traces") == "https://h/otlp/v1/traces"
+    assert otlp.check_endpoint("http://h:4318") == "http://h:4318/v1/traces"
+    assert otlp.check_endpoint("http://h:4318/") == "http://h:4318/v1/traces"
+    assert otlp.check_endpoint("https://h/otlp/v1/traces") == "https://h/otlp/v1/traces"
 
 
 def test_a_traceparent_is_read_as_the_standard_says() -> None:
@@ -258,7 +259,7 @@ def test_nothing_is_noted_where_nobody_asks() -> None:
 
 
 def test_a_rank_that_cannot_write_says_so_and_measures_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = {"RANK": "1", "TRACEPARENT": ABOVE, tracing.TRACE_VARIABLE: "1"}
+    asked = {"RANK": "1", "TRACEPARENT": ABOVE, TRACE_VARIABLE: "1"}
     with watching(Path("/nonexistent"), 0, asked) as watch:
         assert watch.observers == ()
     assert "rank 1 is not traced: " in capsys.readouterr().err

@@ -24,7 +24,8 @@ from commbench.harness.engine.measurements import Measurements, close_run, creat
 from commbench.harness.engine.plan import planned, policy_files
 from commbench.harness.engine.weight_updates import DEFAULT_BUCKET_BYTES, WeightUpdates, check_whole
 from commbench.harness.launchers.commands import launch_command, printable
-from commbench.harness.views.tracing import PARENT_VARIABLE, launch_span
+from commbench.harness.views.spans import PARENT_VARIABLE
+from commbench.harness.views.tracing import launch_span
 from commbench.types import DTYPES, Point
 
 if TYPE_CHECKING:

@@ -27,7 +27,8 @@ from commbench.harness.order import shuffled
 from commbench.harness.ranks import worker
 from commbench.harness.supervision.heartbeat import BETWEEN, CALIBRATING, FINISHING, STAGES
 from commbench.harness.views.profiling import RankProfile
-from commbench.harness.views.tracing import Context, RankTrace
+from commbench.harness.views.spans import Context
+from commbench.harness.views.tracing import RankTrace
 from commbench.measure import canary
 from commbench.measure.observer import Observer
 from commbench.measure.places import Place

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from commbench.harness.views.tracing import PARENT_VARIABLE, TRACE_DIR, TRACE_VARIABLE, Context, Span, present_trace
+from commbench.harness.views.spans import PARENT_VARIABLE, TRACE_DIR, TRACE_VARIABLE, Context, Span
+from commbench.harness.views.tracing import present_trace
 
 PIECE_BYTES = 256 << 10  # of one message
 MOST_BYTES = 64 << 20  # of one host's ranks in one job, and of all that a trace takes from other hosts

@@ -37,7 +37,7 @@ class Look:
         if not trace and endpoint is None:
             return cls(activities)
         if endpoint is not None:
-            from commbench.harness.views.tracing import exporter_to
+            from commbench.harness.views.otlp import exporter_to
 
             exporter_to(endpoint)
             return cls(activities, True, endpoint, asked=True)
@@ -72,7 +72,7 @@ class Look:
     def _endpoint(self, warn: Callable[[str], None]) -> str:
         """What the environment names must not stop a sweep."""
         if self.endpoint and not self.asked:
-            from commbench.harness.views.tracing import exporter_to
+            from commbench.harness.views.otlp import exporter_to
 
             try:
                 exporter_to(self.endpoint)
@@ -85,7 +85,7 @@ class Look:
         """Lines on where to find what was asked for, after the run."""
         lines = []
         if self.trace:
-            from commbench.harness.views.tracing import TRACE_JSON, listed
+            from commbench.harness.views.trace_file import TRACE_JSON, listed
 
             path = directory / TRACE_JSON
             if path.exists():
