@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -224,7 +225,7 @@ class Meter:
         self._observer.phase("prepare")
         point = s.point
         copies = copies_for(point, self._cache_bytes)
-        device = torch.device(self._settings.device)
+        device = s.place.coordinator.device
         if problem := self._cannot(point):
             s.status, s.reason = "skipped", problem
             return
@@ -318,15 +319,22 @@ def settled(call: Call, settle: Callable[[], None]) -> Call:
 
 
 def _groups(points: Sequence[tuple[int, Point]]) -> Iterator[list[tuple[int, Point]]]:
-    """Points whose visits alternate: a few at a time, so that results keep coming, within a bound of memory."""
+    """Points whose visits alternate: a few at a time, so that results keep coming, within a bound of memory. Neighbours
+    that differ in backend and policy only stay in one group where they fit."""
     group: list[tuple[int, Point]] = []
     held = 0
-    for order, point in points:
-        size = 2 * point.size_bytes
-        if group and (len(group) == INTERLEAVED or held + size > INTERLEAVED_BYTES):
+    for _, block in groupby(points, key=lambda pair: pair[1].point_key):
+        rivals = list(block)
+        together = sum(2 * point.size_bytes for _, point in rivals)
+        if group and (len(group) + len(rivals) > INTERLEAVED or held + together > INTERLEAVED_BYTES):
             yield group
             group, held = [], 0
-        group.append((order, point))
-        held += size
+        for order, point in rivals:
+            size = 2 * point.size_bytes
+            if group and (len(group) == INTERLEAVED or held + size > INTERLEAVED_BYTES):
+                yield group
+                group, held = [], 0
+            group.append((order, point))
+            held += size
     if group:
         yield group
