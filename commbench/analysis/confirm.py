@@ -233,10 +233,9 @@ def _mean_gain(curves: Curves, places: Sequence[int], over: Sequence[str], names
 def _held_out(
     final: CellTuning, fresh: Curves, written: CellTuning, tuned_frame: pd.DataFrame, taken_back: tuple[str, ...]
 ) -> HeldOut:
-    cost = fresh.typical()
     picks = _pick_at(final, fresh)
-    tuned = regret_of(fresh, cost, picks)
-    today = regret_of(fresh, cost, fresh.today) if all(t in fresh.backends for t in fresh.today) else None
+    tuned = regret_of(fresh, picks)
+    today = regret_of(fresh, fresh.today) if all(t in fresh.backends for t in fresh.today) else None
     gain: Estimate | None = None
     astray: list[tuple[int, str]] = []
     if len(tuned_frame):

@@ -26,9 +26,9 @@ class PointRegret:
     """One size of one cell. picked: the backend that the coordinator took, kernel: which kernel that was. fastest:
     the fastest correct forced backend; pick_s, fastest_s: typical latencies in seconds.
 
-    regret: pick_s / fastest_s − 1; 0 where pick and fastest are the same kernel. low, high: its 95 % interval, from
-    the ratios within each launch (from the intervals within the launch, if there is one only). dead: it is clearly
-    above DEAD_ZONE: its lower bound is, at an error rate of 5 % shared by all points (Bonferroni).
+    regret: the typical ratio of the two within a launch, minus 1; 0 where they are the same kernel. low, high: its 95 %
+    interval, from launch to launch (from the intervals within the launch, if there is one only). dead: it is clearly
+    above DEAD_ZONE: its lower bound is, at an error rate of 5 % shared by all points and rivals (Bonferroni).
     """
 
     cell: Cell
@@ -136,21 +136,29 @@ def _point(
     # the pick and the same kernel forced are two measurements of one thing
     again = logs.get(kernel, {})
     pick = {k: float(np.mean([v[k] for v in (own, again) if k in v])) for k in {**own, **again}}
-    candidates = {**logs, kernel: pick}
-    fastest = min(candidates, key=lambda name: (_typical(candidates[name]), name != kernel))
-    pick_s, fastest_s = math.exp(_typical(pick)), math.exp(_typical(candidates[fastest]))
+    # within launches: what slows a whole launch slows both
+    ratios = {
+        name: np.array([pick[k] - other[k] for k in pick if k in other])
+        for name, other in logs.items()
+        if name != kernel
+    }
+    longer = {name: float(typical(own[None])[0]) for name, own in ratios.items() if len(own)}
+    fastest = max(longer, key=lambda name: longer[name], default=kernel)
+    if longer.get(fastest, 0.0) <= 0:
+        fastest = kernel
+    pick_s = math.exp(_typical(pick))
+    fastest_s = pick_s if fastest == kernel else math.exp(_typical(logs[fastest]))
     estimate = sure = Estimate(0.0, 0.0, 0.0, len(pick))
     if fastest != kernel:
-        ratios = [pick[k] - candidates[fastest][k] for k in pick if k in candidates[fastest]]
-        estimate = estimate_over_launches(ratios)
-        sure = estimate_over_launches(ratios, confidence=1 - 2 * error_rate)
+        estimate = estimate_over_launches(ratios[fastest])
+        sure = estimate_over_launches(ratios[fastest], confidence=1 - 2 * error_rate / len(longer))
         if not estimate.known:
-            estimate = sure = _within(auto, forced[forced["kernel"] == fastest], math.log(pick_s / fastest_s))
+            estimate = sure = _within(auto, forced[forced["kernel"] == fastest], longer[fastest])
     return (
         PointRegret(
             cell, size, str(auto["backend_picked"].mode()[0]), kernel, fastest, pick_s, fastest_s,
-            pick_s / fastest_s - 1, math.expm1(estimate.low), math.expm1(estimate.high), estimate.launches,
-            sure.low > math.log1p(DEAD_ZONE),
+            math.expm1(max(0.0, longer.get(fastest, 0.0))), math.expm1(estimate.low), math.expm1(estimate.high),
+            estimate.launches, sure.low > math.log1p(DEAD_ZONE),
         ),
         repeat,
     )  # fmt: skip

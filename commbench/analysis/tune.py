@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -168,12 +168,23 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """Time of the pick over time of the fastest backend, minus 1, per size; mean is weighted by octaves."""
+    """Time of the pick over time of the fastest backend, minus 1, per size; mean is weighted by octaves.
+
+    Both times are of one launch, and which backend is the fastest is told by the other launches, so that noise neither
+    enters through what slows a whole launch nor makes the fastest look faster than it is. Below zero is noise.
+
+    low, high: 95 % interval of the mean, from launch to launch; size_low, size_high: those at each size. NaN with one
+    launch.
+    """
 
     per_size: tuple[float, ...]
     mean: float
     worst: float
     worst_size_bytes: int
+    low: float = math.nan
+    high: float = math.nan
+    size_low: tuple[float, ...] = ()
+    size_high: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,15 +454,14 @@ def result_of(curves: Curves, picks: Sequence[str], edges: Sequence[int], rules:
     n = curves.launches
     t = float(t_quantile(1 - rules.error_rate, n - 1)) if n > 1 else math.inf
     provable = max(rules.keep_within, math.expm1(math.log1p(rules.least_gain) + t * noise / math.sqrt(n)))
-    cost = curves.typical()
     boundaries = _boundaries(curves, picks, edges)
     return CellTuning(
         curves,
         tuple(picks),
         _intervals(curves, picks, boundaries),
         tuple(boundaries),
-        regret_of(curves, cost, picks),
-        regret_of(curves, cost, curves.today) if all(t in curves.backends for t in curves.today) else None,
+        regret_of(curves, picks),
+        regret_of(curves, curves.today) if all(t in curves.backends for t in curves.today) else None,
         held_out_regret(curves, rules),
         noise,
         provable,
@@ -598,39 +608,60 @@ def _intervals(curves: Curves, picks: Sequence[str], boundaries: Sequence[Bounda
 # ---- regret ---------------------------------------------------------------------------------------------------------
 
 
-def regret_of(curves: Curves, cost: Array, picks: Sequence[str]) -> Regret:
-    """The regret of picks against the fastest backend at each size, NaN where a pick was not measured.
-
-    cost: (sizes, backends) log latencies.
-    """
-    own = [cost[i, curves.backends.index(n)] if n in curves.backends else math.nan for i, n in enumerate(picks)]
-    return _regret(curves.sizes, own, cost)
+def regret_of(curves: Curves, picks: Sequence[str]) -> Regret:
+    """The regret of picks against the fastest backend at each size, NaN where a pick was not measured."""
+    return _regret(curves, [picks] * curves.launches)
 
 
-def _regret(sizes: Sequence[int], own: Iterable[float], cost: Array) -> Regret:
-    fastest = np.nanmin(cost, axis=1)
-    per_size = np.expm1(np.asarray(list(own)) - fastest)
+def _regret(curves: Curves, picks: Sequence[Sequence[str]]) -> Regret:
+    """picks: for each launch, one per size."""
+    ratios = np.stack([_over_fastest(curves, own, launch) for launch, own in enumerate(picks)], axis=1)
+    per_size = np.expm1(typical(ratios))
     known = np.isfinite(per_size)
-    weights = octave_weights(sizes)
-    mean = float((weights[known] * per_size[known]).sum() / weights[known].sum()) if known.any() else math.nan
     worst = int(np.nanargmax(per_size)) if known.any() else 0
-    return Regret(tuple(float(r) for r in per_size), mean, float(per_size[worst]), int(sizes[worst]))
+    weights = np.where(np.isfinite(ratios), octave_weights(curves.sizes)[:, None], 0.0)
+    with np.errstate(invalid="ignore"):
+        per_launch = np.where(weights > 0, ratios * weights, 0.0).sum(axis=0) / weights.sum(axis=0)
+    mean = estimate_over_launches(per_launch)
+    sizes = [estimate_over_launches(row) for row in ratios]
+    return Regret(
+        tuple(float(r) for r in per_size),
+        math.expm1(mean.mean),
+        float(per_size[worst]),
+        int(curves.sizes[worst]),
+        math.expm1(mean.low),
+        math.expm1(mean.high),
+        tuple(math.expm1(e.low) for e in sizes),
+        tuple(math.expm1(e.high) for e in sizes),
+    )
+
+
+def _over_fastest(curves: Curves, picks: Sequence[str], launch: int) -> Array:
+    """(sizes,): log(T_pick / T_fastest) within a launch, the fastest as all other launches tell (of one launch: as it
+    tells itself). 0 where that is the pick itself, NaN where the launch or the others do not tell."""
+    n, places = curves.launches, np.arange(len(curves.sizes))
+    rest = np.arange(n) != launch if n > 1 else np.ones(n, dtype=bool)
+    own = np.array([curves.backends.index(p) if p in curves.backends else -1 for p in picks])
+    logs = np.where((own >= 0)[:, None], curves.logs[own, places], np.nan)
+    # how much longer the pick takes than each rival, within launches: (backends, sizes)
+    longer = typical(logs[:, rest] - curves.logs[:, :, rest])
+    longer[own, places] = np.nan
+    longer = np.nan_to_num(longer, nan=-np.inf)
+    fastest, most = longer.argmax(axis=0), longer.max(axis=0)
+    ratio = logs[:, launch] - curves.logs[fastest, places, launch]
+    told = np.isfinite(most) & np.isfinite(logs[:, launch])
+    return np.asarray(np.where(told, np.where(most > 0, ratio, 0.0), np.nan))
 
 
 def held_out_regret(curves: Curves, rules: Rules) -> Regret | None:
-    """Regret of choices made without the launch that they are judged in, over all launches (leave one out).
-
-    The fastest backend at a size is that of all launches together; the choice for a launch is made by the others.
-    None below three launches.
-    """
+    """Regret of choices made without the launch that they are judged in, over all launches (leave one out). None below
+    three launches."""
     n = curves.launches
     if n < 3:
         return None
-    own = np.full((len(curves.sizes), n), np.nan)
+    chosen: list[Sequence[str]] = [("",) * len(curves.sizes)] * n
     for launch in range(n):
         rest = curves.restricted(np.arange(n) != launch)
         if np.isfinite(rest.logs).any(axis=2).any(axis=0).all():
-            picks = choose(rest, rules)
-            own[:, launch] = [curves.logs[curves.backends.index(p), i, launch] for i, p in enumerate(picks)]
-    cost = curves.typical()
-    return _regret(curves.sizes, typical(own), cost)
+            chosen[launch] = choose(rest, rules)
+    return _regret(curves, chosen)

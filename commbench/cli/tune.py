@@ -245,6 +245,8 @@ def document(tuning: Tuning, out: Path) -> dict[str, Any]:
             return None
         return {
             "mean": number(value.mean),
+            "mean_low": number(value.low),
+            "mean_high": number(value.high),
             "worst": number(value.worst),
             "worst_size_bytes": value.worst_size_bytes,
             "per_size": [number(v) for v in value.per_size],

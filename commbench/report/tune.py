@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from commbench.analysis.segments import BRACKET, UNKNOWN, Array, estimate_over_launches
+from commbench.analysis.segments import BRACKET, UNKNOWN, Array
 from commbench.errors import StoreError
 from commbench.report.style import BLACK, GREY, PROBLEM, Look, decade_ticks, looks, short_time, size_ticks
 from commbench.report.tune_text import ratio, sentence, short_size
@@ -126,35 +125,21 @@ def _spread(logs: Array) -> tuple[Array, Array]:
 
 def _regrets(cell: CellTuning, axes: Any) -> None:
     sizes = np.array(cell.curves.sizes, dtype=np.float64)
-    shown = [("tuned policy", cell.regret_tuned, cell.picks, BLACK, "-")]
+    shown = [("tuned policy", cell.regret_tuned, BLACK, "-")]
     if cell.regret_today is not None:
-        shown.insert(0, ("today's policy", cell.regret_today, cell.curves.today, PROBLEM, "--"))
-    top = 1.0
-    for name, regret, picks, colour, style in shown:
+        shown.insert(0, ("today's policy", cell.regret_today, PROBLEM, "--"))
+    top, bottom = 1.0, 0.0
+    for name, regret, colour, style in shown:
         values = 100 * np.array(regret.per_size)
         label = f"{name}: mean {ratio(regret.mean)}, worst {ratio(regret.worst)}"
         axes.plot(sizes, values, style, color=colour, linewidth=1.4, marker="o", markersize=3, label=label, zorder=3)
-        bars = np.array([_bar(cell, i, pick) for i, pick in enumerate(picks)])
-        axes.errorbar(sizes, values, yerr=np.abs(bars.T - values), fmt="none", ecolor=colour, elinewidth=0.7, alpha=0.5)
-        top = max(top, float(np.nanmax(values)))
+        low, high = 100 * np.array(regret.size_low), 100 * np.array(regret.size_high)
+        axes.vlines(sizes, low, high, color=colour, linewidth=0.7, alpha=0.5)
+        top, bottom = max(top, float(np.nanmax(values))), min(bottom, float(np.nanmin(values)))
     axes.axhline(0, color=GREY, linewidth=0.8)
-    axes.set_ylim(-0.06 * top, 1.5 * top)  # room for the legend
+    axes.set_ylim(min(1.1 * bottom, -0.06 * top), 1.5 * top)  # room for the legend
     axes.set_ylabel("slower than the fastest\nbackend at that size, %")
     axes.legend(loc="upper left", frameon=False)
-
-
-def _bar(cell: CellTuning, place: int, pick: str) -> tuple[float, float]:
-    """The 95 % interval of the pick's regret at one size, in per cent; zero width where the pick is the fastest."""
-    curves = cell.curves
-    own = curves.logs[curves.backends.index(pick), place]
-    fastest = int(np.nanargmin(curves.typical()[place]))
-    if curves.backends[fastest] == pick:
-        return 0.0, 0.0
-    estimate = estimate_over_launches(own - curves.logs[fastest, place])
-    if not estimate.known:
-        value = 100 * math.expm1(estimate.mean)
-        return value, value
-    return 100 * math.expm1(estimate.low), 100 * math.expm1(estimate.high)
 
 
 def _crossovers(cell: CellTuning, axes: Any) -> None:

@@ -109,7 +109,14 @@ def changed_span(cell: CellTuning, interval: Interval) -> str:
 
 
 def regret_text(regret: Regret) -> str:
-    return f"mean {ratio(regret.mean)}, worst {ratio(regret.worst)} at {short_size(regret.worst_size_bytes)}"
+    """``mean 2.5 % (0.3 % to 4.7 %), worst 14 % at 4 KiB (-3.0 % to 33 %)``, with what intervals there are."""
+    mean, worst = ratio(regret.mean), f"{ratio(regret.worst)} at {short_size(regret.worst_size_bytes)}"
+    if regret.low < regret.high:
+        mean += f" ({ratio(regret.low)} to {ratio(regret.high)})"
+    place = regret.per_size.index(regret.worst) if regret.worst in regret.per_size else 0
+    if regret.size_low and regret.size_low[place] < regret.size_high[place]:
+        worst += f" ({ratio(regret.size_low[place])} to {ratio(regret.size_high[place])})"
+    return f"mean {mean}, worst {worst}"
 
 
 def facts(cell: CellTuning) -> Iterator[tuple[str, str]]:

@@ -68,6 +68,21 @@ def test_the_interval_comes_from_the_ratios_within_each_launch() -> None:
     assert worst.high - worst.low < 0.15
 
 
+def test_the_fastest_pick_has_no_regret_in_launches_that_differ_by_a_factor_of_two() -> None:
+    """The quicker backend is missing in some of the fast launches, so that its typical latency is the larger one."""
+    found = rows({"fast": lambda s: 1e-5, "slow": lambda s: 1.05e-5}, lambda size: "fast", cv=0.005)
+    kept = []
+    for row in found:
+        row["latency_median_s"] *= 2.0 if row["launch"] >= 3 else 1.0
+        if row["launch"] >= 2 or row["backend_requested"] == "slow":
+            kept.append(row)
+    assert regret(frame(kept), "commbench").worst.regret == 0
+    other = [row | {"backend_picked": "slow"} if row["backend_requested"] == AUTO else row for row in kept]
+    for row in other:
+        row["latency_median_s"] *= 1.05 if row["backend_requested"] == AUTO else 1.0
+    assert regret(frame(other), "commbench").mean == pytest.approx(0.05, abs=0.01)
+
+
 def test_with_one_launch_the_interval_is_that_of_the_samples() -> None:
     found = report({"fast": lambda s: 1e-5, "slow": lambda s: 1.5e-5}, lambda size: "slow", cv=0.0, launches=1)
     # each latency is known to ±2 %

@@ -19,7 +19,7 @@ from commbench.analysis.segments import (
     segment,
     typical,
 )
-from commbench.analysis.tune import Cell, CellTuning, Curves, Rules, TooLittleData, choose, round_size, tune
+from commbench.analysis.tune import Cell, CellTuning, Curves, Rules, TooLittleData, choose, regret_of, round_size, tune
 from commbench.errors import UsageError
 from commbench.types import AUTO
 from tests.scripted import Curve, frame, half_octaves, one_shot_and_two_shot, rows
@@ -355,6 +355,53 @@ def test_held_out_regret_judges_each_launch_by_a_choice_made_without_it() -> Non
     assert cell.regret_held_out is not None
     assert cell.regret_held_out.mean < 0.02
     assert cell.regret_held_out.worst < 0.05
+
+
+def two_states(seed: int, quicker: float, launches: int = 5) -> Curves:
+    """Two backends, the first quicker by a factor at every size, 2 % of noise, and a host that makes every launch as
+    a whole one or two times as long. A third of all measurements of either backend are missing."""
+    rng = np.random.default_rng(seed)
+    sizes = tuple(1024 << k for k in range(13))
+    state = np.log(rng.choice([1.0, 2.0], launches))
+    times = np.log(np.array([1.0, quicker]))[:, None, None] + state + rng.normal(0, 0.02, (2, len(sizes), launches))
+    times[rng.random(times.shape) < 1 / 3] = np.nan
+    today = ("best",) * len(sizes)
+    return Curves(Cell("all_reduce", "sum", "float32", 2), sizes, ("best", "other"), times, today,
+                  np.full(times.shape[1:], np.nan))  # fmt: skip
+
+
+def test_the_best_backend_has_no_regret_in_launches_that_differ_by_a_factor_of_two() -> None:
+    found = [regret_of(curves, curves.today) for curves in (two_states(seed, quicker=1.1) for seed in range(40))]
+    assert np.mean([r.mean for r in found]) == pytest.approx(0, abs=0.002)
+    assert max(r.mean for r in found) < 0.01
+    assert max(r.worst for r in found) < 0.05
+
+
+def test_a_pick_that_is_slower_has_its_regret_in_launches_that_differ_by_a_factor_of_two() -> None:
+    curves = [two_states(seed, quicker=1.1) for seed in range(40)]
+    found = [regret_of(c, ["other"] * len(c.sizes)) for c in curves]
+    assert np.mean([r.mean for r in found]) == pytest.approx(0.1, abs=0.01)
+    assert np.mean([r.low <= 0.1 <= r.high for r in found]) >= 0.85
+
+
+def test_noise_does_not_add_up_to_a_regret_where_backends_are_equally_fast() -> None:
+    """Three equal backends, 40 % of noise: against the fastest of each size it would be above 20 %."""
+    rng = np.random.default_rng(3)
+    found = []
+    for _ in range(40):
+        logs = rng.normal(0, 0.4, (3, 13, 5))
+        sizes, cell = tuple(1024 << k for k in range(13)), Cell("all_reduce", "sum", "float32", 2)
+        found.append(regret_of(Curves(cell, sizes, ("a", "b", "c"), logs, ("a",) * 13, logs[0]), ["a"] * 13))
+    assert np.mean([r.mean for r in found]) == pytest.approx(0, abs=0.03)
+    assert np.mean([r.low <= 0 <= r.high for r in found]) >= 0.85
+
+
+def test_the_regret_of_one_launch_is_that_of_its_own_ratios() -> None:
+    logs = np.log(np.array([[1.0, 1.2], [1.1, 1.0]]))[:, :, None]
+    curves = Curves(Cell("all_reduce", "sum", "float32", 2), (1024, 2048), ("a", "b"), logs, ("a", "a"), logs[0])
+    found = regret_of(curves, ("a", "a"))
+    assert found.per_size == pytest.approx((0.0, 0.2))
+    assert math.isnan(found.low)
 
 
 def test_a_choice_does_not_depend_on_the_order_of_launches_or_backends() -> None:
