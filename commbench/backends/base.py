@@ -176,8 +176,14 @@ class Backend(ABC):
             return f"has no {call.collective}"
         return None
 
+    def bound(self, call: CallSignature) -> Callable[..., None]:
+        """The operation for calls of one signature, which ``declines`` does not refuse: what depends on the signature
+        alone is worked out here, once. Takes the operation's arguments; the operation itself unless overridden."""
+        operation: Callable[..., None] = getattr(self, call.collective)
+        return operation
+
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
-        """output = reduction of every rank's input; both of one shape."""
+        """output = reduction of every rank's input; both of one number of elements."""
         raise self._missing("all_reduce")
 
     def all_gather(self, input: torch.Tensor, output: torch.Tensor) -> None:

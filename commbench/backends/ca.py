@@ -1,9 +1,10 @@
-"""Custom all-reduce: the engines' kernels that read the other GPUs' memory through CUDA IPC.
+"""Custom all-reduce: the engines' kernels that read the other GPUs' memory through CUDA or HIP IPC.
 
 Providers (COMMBENCH_CA_PROVIDER, --ca-provider; else the first that is installed): ``sgl_kernel``, ``vllm``,
 ``flashinfer``. They share one design. Every rank opens every other's buffers. Outside of graphs the input is copied
 into the rank's buffer first. In a graph the kernel reads inputs where they are: after the capture all ranks exchange
-their addresses (``capture`` does it, before any replay). COMMBENCH_CA_MAX_BYTES (8MiB) is the largest message.
+their addresses (``capture`` does it, before any replay). COMMBENCH_CA_MAX_BYTES (8MiB, on ROCm 16MiB) is the largest
+message. On ROCm the provider is ``sgl_kernel``, whose kernels take tensors and handles in place of addresses.
 NOT RUN ON HARDWARE.
 """
 
@@ -32,7 +33,7 @@ from commbench.types import CallSignature
 
 PROVIDER_VARIABLE = "COMMBENCH_CA_PROVIDER"
 MAX_BYTES_VARIABLE = "COMMBENCH_CA_MAX_BYTES"
-DEFAULT_MAX_BYTES = 8 << 20  # what engines give it
+DEFAULT_MAX_BYTES = {"cuda": 8 << 20, "hip": 16 << 20}  # what engines give it
 WORLD_SIZES = (2, 4, 6, 8)  # what the kernels are compiled for
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
 PACK = 16  # bytes that a thread moves at once: sizes are multiples of it, addresses lie on it
@@ -44,22 +45,57 @@ FLASHINFER_CTAS = 36  # the most that its kernel takes, and what vLLM's own laun
 
 @dataclass(frozen=True, slots=True)
 class Functions:
-    """A provider's functions, called alike. fa: the handle that ``init`` gives."""
+    """A provider's functions, called alike. fa: the handle that ``init`` gives. Memory that all ranks share is what
+    ``share`` makes: ``pointers`` of all ranks, ``own`` of this one, as the other functions take them."""
 
-    init: Callable[..., int]  # (ipc pointers of all ranks, rank data, rank, NVLink) → fa
-    all_reduce: Callable[..., None]  # (fa, input, output, own buffer's address or 0, its bytes or 0)
-    register_buffer: Callable[..., None]  # (fa, ipc pointers of all ranks)
+    init: Callable[..., int]  # (pointers of the flags, rank data, rank, NVLink) → fa
+    all_reduce: Callable[..., None]  # (fa, input, output, own buffer or 0, its bytes or 0)
+    register_buffer: Callable[..., None]  # (fa, pointers of the buffers)
     graph_meta: Callable[..., Any]  # (fa) → handle bytes, offsets
     register_graph: Callable[..., None]  # (fa, handles of all ranks, offsets of all ranks)
     meta_size: Callable[..., int]
     dispose: Callable[..., None]
+    share: Callable[[Group, int, bool], Any] = lambda group, size, _: SharedBuffers(group, "ca", load_runtime(), size)
 
 
 def _sgl_kernel() -> Functions:
     m = importlib.import_module("sgl_kernel.allreduce")
+    if devices.kind("cuda") == "hip":
+        return _sgl_kernel_on_rocm(m)
     return Functions(
         m.init_custom_ar, m.all_reduce, m.register_buffer, m.get_graph_buffer_ipc_meta, m.register_graph_buffers,
         m.meta_size, m.dispose,
+    )  # fmt: skip
+
+
+def _sgl_kernel_on_rocm(m: Any) -> Functions:
+    """Shared memory is a tensor of this rank and the handles of all; the kernels open them at offset 0."""
+
+    def init(flags: RocmPointers, rank_data: torch.Tensor, rank: int, linked: bool) -> int:
+        own, handles = flags
+        fa: int = m.init_custom_ar(own, rank_data, handles, [0] * len(handles), rank, linked)
+        return fa
+
+    def all_reduce(fa: int, input: torch.Tensor, output: torch.Tensor, buffer: torch.Tensor | int, _: int) -> None:
+        if isinstance(buffer, int):
+            m.all_reduce_reg(fa, input, output)
+        else:
+            m.all_reduce_unreg(fa, input, buffer, output)
+
+    def register_buffer(fa: int, buffers: RocmPointers) -> None:
+        own, handles = buffers
+        m.register_buffer(fa, own, handles, [0] * len(handles))
+
+    def graph_meta(fa: int) -> tuple[list[int], list[int]]:
+        handles, offsets = m.get_graph_buffer_ipc_meta(fa)
+        return handles.tolist(), offsets
+
+    def register_graph(fa: int, handles: list[list[int]], offsets: list[list[int]]) -> None:
+        m.register_graph_buffers(fa, [bytes(handle) for handle in handles], offsets)
+
+    return Functions(
+        init, all_reduce, register_buffer, graph_meta, register_graph, m.meta_size, m.dispose,
+        lambda group, size, is_flags: RocmBuffers(group, m, size, is_flags),
     )  # fmt: skip
 
 
@@ -81,15 +117,16 @@ def _flashinfer() -> Functions:
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """module: what must be importable; package: what to install."""
+    """module: what must be importable; package: what to install. kinds: of GPUs that it has kernels for."""
 
     module: str
     package: str
     load: Callable[[], Functions]
+    kinds: tuple[str, ...] = ("cuda",)
 
 
 PROVIDERS: dict[str, Provider] = {
-    "sgl_kernel": Provider("sgl_kernel", "sgl-kernel", _sgl_kernel),
+    "sgl_kernel": Provider("sgl_kernel", "sgl-kernel", _sgl_kernel, ("cuda", "hip")),
     "vllm": Provider("vllm", "vllm", _vllm),
     "flashinfer": Provider("flashinfer", "flashinfer-python", _flashinfer),
 }
@@ -97,17 +134,20 @@ PROVIDERS: dict[str, Provider] = {
 
 def choose_provider() -> str:
     """The provider asked for, or the first installed. Raises BackendUnavailable."""
-    asked = os.environ.get(PROVIDER_VARIABLE, "")
-    known = ", ".join(PROVIDERS)
+    asked, kind = os.environ.get(PROVIDER_VARIABLE, ""), devices.kind("cuda")
+    fitting = [name for name, provider in PROVIDERS.items() if kind in provider.kinds]
+    known = ", ".join(fitting)
     if asked and asked not in PROVIDERS:
         raise BackendUnavailable("ca", f"{PROVIDER_VARIABLE}={asked} is no provider", f"choose one of {known}")
-    for name in [asked] if asked else PROVIDERS:
+    if asked and asked not in fitting:
+        raise BackendUnavailable("ca", f"{asked} has none of these kernels on {kind}", f"choose one of {known}")
+    for name in [asked] if asked else fitting:
         if importlib.util.find_spec(PROVIDERS[name].module) is not None:
             return name
-    if asked:
-        raise BackendUnavailable("ca", f"{asked} is not installed", f"pip install {PROVIDERS[asked].package}")
-    packages = ", ".join(p.package for p in PROVIDERS.values())
-    raise BackendUnavailable("ca", f"no provider is installed ({known})", f"pip install one of {packages}")
+    packages = [PROVIDERS[name].package for name in ([asked] if asked else fitting)]
+    what = packages[0] if len(packages) == 1 else f"one of {', '.join(packages)}"
+    how = f"pip install {what}" if kind == "cuda" else f"build {what} from its sources for ROCm"
+    raise BackendUnavailable("ca", f"{asked} is not installed" if asked else f"no provider is installed ({known})", how)
 
 
 def provider_version(provider: str) -> str:
@@ -166,8 +206,12 @@ class SharedBuffers:
         self.own = 0
         self.pointers: list[int] = []
         self._opened: list[int] = []
-        handles = together(group, backend, lambda: self._allocate(size_bytes))
-        together(group, backend, lambda: self._open(handles))
+        try:
+            handles = together(group, backend, lambda: self._allocate(size_bytes))
+            together(group, backend, lambda: self._open(handles))
+        except BackendUnavailable:
+            self.close()
+            raise
 
     def _allocate(self, size_bytes: int) -> bytes:
         memory, handle = ctypes.c_void_p(), IpcHandle()
@@ -204,6 +248,31 @@ class SharedBuffers:
         self._opened, self.pointers, self.own = [], [], 0
 
 
+RocmPointers = tuple[torch.Tensor, list[bytes]]  # this rank's memory, the IPC handles of all ranks'
+
+
+class RocmBuffers:
+    """As SharedBuffers, of the provider's memory (for flags, which caches must not keep back) or torch's."""
+
+    def __init__(self, group: Group, module: Any, size_bytes: int, is_flags: bool) -> None:
+        """Collective, all ranks or none."""
+        self._module = module
+        self.own = torch.empty(0, dtype=torch.uint8)
+        handles = together(group, "ca", lambda: self._allocate(size_bytes, is_flags, group.device))
+        self.pointers: RocmPointers = self.own, handles
+
+    def _allocate(self, size_bytes: int, is_flags: bool, device: torch.device) -> bytes:
+        if is_flags:
+            self.own = self._module.allocate_meta_buffer(size_bytes)
+        else:
+            self.own = devices.whole_allocation(size_bytes, device)
+        return bytes(self._module.get_meta_buffer_ipc_handle(self.own).tolist())
+
+    def close(self) -> None:
+        self.own = torch.empty(0, dtype=torch.uint8)
+        self.pointers = self.own, []
+
+
 # ---- the backend ---------------------------------------------------------------------------------------------
 
 
@@ -223,15 +292,16 @@ class CustomAllReduceBackend(Backend):
         gpus = [f[2] for f in facts]
         answers = together(group, self.name, lambda: self._links(gpus))
         self.nvlink = all(answers)
-        if group.world_size > 2 and not self.nvlink:
-            raise BackendUnavailable(self.name, f"{group.world_size} GPUs are not all linked by NVLink", "use pynccl")
+        on_rocm = devices.kind(group.device.type) == "hip"
+        if (group.world_size > 2 or on_rocm) and not self.nvlink:
+            links = "XGMI" if on_rocm else "NVLink"
+            raise BackendUnavailable(self.name, f"{group.world_size} GPUs are not all linked by {links}", "use pynccl")
         self._functions = together_load(group, self.provider_name)
         self.provider = provider_version(self.provider_name)
-        self._runtime = load_runtime()
         size = self._functions.meta_size() + self.max_bytes  # flags, then room for two-shot's intermediate results
-        self._flags = SharedBuffers(group, self.name, self._runtime, size)
+        self._flags = self._functions.share(group, size, True)
         try:
-            self._buffers = SharedBuffers(group, self.name, self._runtime, self.max_bytes)
+            self._buffers = self._functions.share(group, self.max_bytes, False)
         except BackendUnavailable:
             self._flags.close()
             raise
@@ -249,7 +319,7 @@ class CustomAllReduceBackend(Backend):
 
     @classmethod
     def availability(cls, device: str) -> Availability:
-        problem = devices.missing(device, "cuda")
+        problem = devices.missing(device, "cuda", "hip")
         if problem is not None:
             return Availability(False, *problem)
         try:
@@ -269,13 +339,16 @@ class CustomAllReduceBackend(Backend):
         if not group.one_host:
             raise BackendUnavailable(self.name, "nothing has proven that all ranks share one host", "use pynccl")
         devices.activate(group.device)
-        cap = bytes_from_environment(self.name, MAX_BYTES_VARIABLE, DEFAULT_MAX_BYTES)
+        default = DEFAULT_MAX_BYTES.get(devices.kind(group.device.type), DEFAULT_MAX_BYTES["cuda"])
+        cap = bytes_from_environment(self.name, MAX_BYTES_VARIABLE, default)
         return choose_provider(), cap, gpu_links.identity(group.device)
 
     def _links(self, gpus: list[str]) -> bool:
-        """Whether this GPU has NVLink to all others. Raises BackendUnavailable without peer access."""
+        """Whether this GPU has NVLink (XGMI) to all others. Raises BackendUnavailable without peer access."""
         if len(set(gpus)) == 1:
             return True  # ranks that share one GPU read their own memory
+        if devices.kind(self.group.device.type) == "hip":
+            return devices.architecture(self.group.device).startswith(devices.XGMI_ARCHITECTURES)
         peer, nvlink = gpu_links.links(gpus[self.group.rank], gpus)
         if not peer:
             raise BackendUnavailable(self.name, "peer-to-peer access between the GPUs does not work", "use pynccl")
@@ -372,8 +445,8 @@ class CustomAllReduceBackend(Backend):
 
 
 def _expandable_segments() -> bool:
-    """Whether torch allocates in a way that CUDA IPC cannot share (which torch 2.9 reads from a second variable)."""
-    variables = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    """Whether torch allocates in a way that CUDA IPC cannot share (which it reads from several variables)."""
+    variables = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     return any("expandable_segments:true" in os.environ.get(v, "").lower() for v in variables)
 
 

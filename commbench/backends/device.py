@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from commbench.errors import BackendUnavailable
-
+_TRIES = 8
 WORDS = {"cuda": "an NVIDIA GPU", "hip": "an AMD GPU", "hpu": "a Gaudi", "xpu": "an Intel GPU", "npu": "an Ascend NPU"}
 
 
@@ -29,6 +28,10 @@ def missing(device: str, *wanted: str) -> tuple[str, str] | None:
             return "this torch is built without CUDA and ROCm", "install a CUDA or ROCm build of torch"
         return "torch sees no GPU", "check nvidia-smi or rocm-smi, and CUDA_VISIBLE_DEVICES"
     return None
+
+
+# Boards of these link all of their GPUs by XGMI (AMD's MI300 and MI350 series).
+XGMI_ARCHITECTURES = ("gfx94", "gfx95")
 
 
 def raw_stream(device: torch.device) -> Callable[[], int]:
@@ -115,13 +118,20 @@ def at_address(address: int, size_bytes: int, device: torch.device) -> torch.Ten
     return torch.as_tensor(_Memory(address, size_bytes), device=device)
 
 
+def whole_allocation(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 memory at the beginning of an allocation of the driver's, which alone can be handed to other processes.
+
+    Raises MemoryError where torch gives none.
+    """
+    others = []  # kept until there is one, so that torch gives the next
+    for _ in range(_TRIES):
+        memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        if memory.data_ptr() in {segment["address"] for segment in torch.cuda.memory_snapshot()}:
+            return memory
+        others.append(memory)
+    raise MemoryError(f"none of {_TRIES} tensors of {size_bytes} bytes begins an allocation of the driver's")
+
+
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Dense memory to write an output to: its own, or a staging copy's for a strided one."""
     return tensor if tensor.is_contiguous() else tensor.new_empty(tensor.shape)
-
-
-def require(device: str, backend: str, *wanted: str) -> None:
-    """Raises BackendUnavailable where ``missing`` says so."""
-    why = missing(device, *wanted)
-    if why is not None:
-        raise BackendUnavailable(backend, *why)

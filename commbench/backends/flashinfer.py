@@ -11,6 +11,7 @@ import datetime
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from commbench.backends import device as devices
 from commbench.backends.base import Availability, Backend, Group, beyond_cap, beyond_kernels, together
-from commbench.backends.staging import Views, bytes_from_environment
+from commbench.backends.staging import bytes_from_environment
 from commbench.errors import BackendUnavailable
 from commbench.types import DTYPES, CallSignature
 
@@ -44,14 +45,6 @@ def _rows(numel: int, itemsize: int) -> tuple[int, int]:
     return 0, 0
 
 
-class _Shapes(dict[int, tuple[int, int]]):
-    """Elements of a message that is not declined → (rows, elements of a row)."""
-
-    def __missing__(self, numel: int) -> tuple[int, int]:
-        shape = self[numel] = (numel // ROW, ROW) if numel % ROW == 0 else (1, numel)
-        return shape
-
-
 class FlashInferBackend(Backend):
     """See the module's text."""
 
@@ -68,7 +61,7 @@ class FlashInferBackend(Backend):
         together(group, self.name, lambda: comm.append(importlib.import_module("flashinfer.comm")))
         self._comm = comm[0]
         self._workspaces: dict[torch.dtype, Any] = {}
-        self._staging = Views(torch.empty(0, dtype=torch.uint8))
+        self._staging = torch.empty(0, dtype=torch.uint8)
         # not the group's own: a rank that fails would meet the others there, who still talk about the workspace
         self._meeting = dist.new_group(
             list(group.ranks), timeout=datetime.timedelta(seconds=MEETING_S), backend="gloo",
@@ -89,7 +82,6 @@ class FlashInferBackend(Backend):
         }
         self._all_reduce = self._comm.allreduce_fusion
         self._pattern = self._comm.AllReduceFusionPattern.kAllReduce
-        self._shapes = _Shapes()
         self.provider = f"{_version()} {getattr(self._workspaces[_NARROW], 'backend', self.kernels)}"
 
     @classmethod
@@ -138,7 +130,7 @@ class FlashInferBackend(Backend):
         )  # fmt: skip
 
     def _allocate(self) -> None:
-        self._staging = Views(torch.empty(self.max_bytes, dtype=torch.uint8, device=self.group.device))
+        self._staging = torch.empty(self.max_bytes, dtype=torch.uint8, device=self.group.device)
 
     # ---- calls ------------------------------------------------------------------------------------------------
 
@@ -161,20 +153,32 @@ class FlashInferBackend(Backend):
             return f"its workspace has no room for {rows} × {length} {call.dtype}"
         return None
 
+    def bound(self, call: CallSignature) -> Callable[..., None]:
+        return self._path(getattr(torch, call.dtype), call.numel)
+
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
-        self.calls += 1
-        rows, length = self._shapes[input.numel()]
-        source = input.view(rows, length)
-        first, second = input.data_ptr(), output.data_ptr()
-        # a result in place of the input could be read by a rank that is late
-        if first != second and not (first | second) % PACK and output.is_contiguous():
-            self._all_reduce(source, self._by_dtype[input.dtype], self._pattern, output=output.view(rows, length))
-            return
-        if first % PACK:
-            source = source.clone()
-        target = self._staging[source.dtype, source.shape]
-        self._all_reduce(source, self._by_dtype[input.dtype], self._pattern, output=target)
-        output.copy_(target.view(output.shape))
+        self._path(input.dtype, input.numel())(input, output, op)
+
+    def _path(self, dtype: torch.dtype, numel: int) -> Callable[..., None]:
+        """all_reduce of so many elements of one dtype."""
+        operation, pattern, workspace = self._all_reduce, self._pattern, self._by_dtype[dtype]
+        rows, length = _rows(numel, dtype.itemsize)
+        staged = self._staging[: numel * dtype.itemsize].view(dtype).view(rows, length)
+
+        def all_reduce(input: torch.Tensor, output: torch.Tensor, op: str) -> None:
+            self.calls += 1
+            source = input.view(rows, length)
+            first, second = input.data_ptr(), output.data_ptr()
+            # a result in place of the input could be read by a rank that is late
+            if first != second and not (first | second) % PACK and output.is_contiguous():
+                operation(source, workspace, pattern, output=output.view(rows, length))
+                return
+            if first % PACK:
+                source = source.clone()
+            operation(source, workspace, pattern, output=staged)
+            output.copy_(staged.view(output.shape))
+
+        return all_reduce
 
     def close(self) -> None:
         for workspace in self._workspaces.values():

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 import torch
 
 from commbench.backends import device as devices
-from commbench.backends.base import Availability, Group, together
+from commbench.backends.base import Availability, Group, beyond_cap, together
 from commbench.backends.pynccl import DTYPE_CODES, OP_CODES, OPTIONAL, PyNcclBackend, version_text
 from commbench.backends.staging import Staging, bytes_from_environment
-from commbench.errors import BackendUnavailable, CollectiveError
+from commbench.errors import BackendUnavailable, CollectiveError, PeerLost
 from commbench.types import CallSignature
 from commbench.units import format_size
 
@@ -72,11 +72,7 @@ class NcclSymmBackend(PyNcclBackend):
             return refused
         if call.size_bytes == 0:
             return "the tensor is empty"
-        if call.size_bytes > self.max_bytes:
-            return (
-                f"{format_size(call.size_bytes)} exceed the cap of {format_size(self.max_bytes)} ({MAX_BYTES_VARIABLE})"
-            )
-        return None
+        return beyond_cap(call, self.max_bytes, MAX_BYTES_VARIABLE)
 
     # ---- the window -------------------------------------------------------------------------------------------
 
@@ -86,7 +82,8 @@ class NcclSymmBackend(PyNcclBackend):
         try:
             together(self.group, self.name, lambda: self._register(address, size_bytes, window))
         except BackendUnavailable:
-            self._library.ncclMemFree(address)
+            if self._comm.address:  # else a thread is still in NCCL with it
+                self._library.ncclMemFree(address)
             raise
         self._windows.append((address, window))
         self._low, self._high = address, address + size_bytes
@@ -111,6 +108,10 @@ class NcclSymmBackend(PyNcclBackend):
             )
             if code:
                 self._done(code, what)
+        except PeerLost as error:
+            self._comm.leave()
+            self._handle = 0
+            raise BackendUnavailable(self.name, str(error)) from error
         except CollectiveError as error:
             raise BackendUnavailable(self.name, str(error)) from error
         if not window.value:
@@ -128,14 +129,10 @@ class NcclSymmBackend(PyNcclBackend):
             super().all_reduce(input, output, op)
             return
         self.calls += 1
-        shared = self._buffer[input.dtype, input.shape]
+        shared = self._buffer.views(input.dtype)[input.shape]
         shared.copy_(input)
         address = shared.data_ptr()
-        code = self._all_reduce(
-            address, address, input.numel(), DTYPE_CODES[input.dtype], OP_CODES[op], self._handle, self._stream()
-        )
-        if code:
-            self._done(code, "ncclAllReduce")
+        self._reduce(address, address, input.numel(), DTYPE_CODES[input.dtype], OP_CODES[op])
         output.copy_(shared if output.shape == input.shape else shared.view(output.shape))
 
     @contextmanager

@@ -139,7 +139,6 @@ class MscclppBackend(Backend):
             "put": memory(room * SCRATCH // NODE),
             "input": memory(room).zero_(),
         }
-        self._inputs = Views(self._memory["input"])
 
     def _connect(self, unique_id: Any) -> None:
         n, rank = self.group.world_size, self.group.rank
@@ -193,18 +192,33 @@ class MscclppBackend(Backend):
             return f"{call.size_bytes} bytes is not a multiple of {whole}, a packet of {PACKET} for each rank"
         return beyond_cap(call, self.max_bytes, MAX_BYTES_VARIABLE)
 
+    def bound(self, call: CallSignature) -> Callable[..., None]:
+        return self._path(getattr(torch, call.dtype), call.size_bytes, eager=call.mode == "eager")
+
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
-        self.calls += 1
-        threads, blocks = self._by_bits[(input.nbytes - 1).bit_length()]
-        source, target = input, output
-        if not (self._capturing and devices.is_capturing()) or input.data_ptr() % PACKET:
-            source = self._inputs[input.dtype, input.shape]
-            source.copy_(input)
-        if output.data_ptr() % PACKET or not output.is_contiguous():
+        self._path(input.dtype, input.nbytes, eager=False)(input, output, op)
+
+    def _path(self, dtype: torch.dtype, size_bytes: int, *, eager: bool) -> Callable[..., None]:
+        """all_reduce of so many bytes of one dtype. eager: it is called outside of captures only."""
+        operation, context = self._operation, self._context
+        threads, blocks = self._by_bits[(size_bytes - 1).bit_length()]
+        inputs = Views(dtype, lambda _: self._memory["input"])
+
+        def all_reduce(input: torch.Tensor, output: torch.Tensor, op: str) -> None:
+            self.calls += 1
+            if eager or not (self._capturing and devices.is_capturing()) or input.data_ptr() % PACKET:
+                source = inputs[input.shape]
+                source.copy_(input)
+            else:
+                source = input
+            if not output.data_ptr() % PACKET and output.is_contiguous():
+                operation(context, source, output, threads, blocks)
+                return
             target = torch.empty_like(input)
-        self._operation(self._context, source, target, threads, blocks)
-        if target is not output:
+            operation(context, source, target, threads, blocks)
             output.copy_(target.view(output.shape))
+
+        return all_reduce
 
     @contextmanager
     def capture(self) -> Iterator[None]:

@@ -1,9 +1,11 @@
 """NCCL (on ROCm: RCCL) called directly through ctypes, on a communicator of the group's own.
 
 The library is the one that torch's wheel brings, so that no second copy is loaded; COMMBENCH_NCCL_LIBRARY names
-another. Set-up, barriers and the end wait for other ranks for COMMBENCH_NCCL_TIMEOUT (45s) at most. The communicator is
-a blocking one, as in engines: from 2.23 on a non-blocking one starts a thread for every call, which would be measured.
-Work goes on the stream that is current when an operation is called, so it can be captured.
+another. The host waits for other ranks for COMMBENCH_NCCL_TIMEOUT (45s) at most: at set-up, in the first call of a
+kind (from 2.22 on NCCL connects ranks when an algorithm is first used), in barriers and at the end. Later calls do not
+wait on the host. The communicator is a blocking one, as in engines: from 2.23 on a non-blocking one starts a thread for
+every call, which would be measured. Work goes on the stream that is current when an operation is called, so it can be
+captured.
 NOT RUN ON HARDWARE beyond what needs no GPU: finding the library, its version, a unique id, a failing set-up.
 """
 
@@ -16,7 +18,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -277,14 +279,18 @@ class Communicator:
             self.library.ncclCommAbort(self.handle)
         self.handle.value, self.address = None, 0
 
+    def leave(self) -> None:
+        """Give it up without an end: a thread is still in a call of it, which goes with the process."""
+        self.handle, self.address = ctypes.c_void_p(), 0
+
     def close(self) -> None:
         """Finish what is queued and release it; left alone where that takes too long."""
         if not self.handle.value:
             return
         try:
             code = self.in_time("ncclCommFinalize", lambda: self.library.ncclCommFinalize(self.handle))
-        except PeerLost:  # a rank is gone, and a thread is still in there: it goes with the process
-            self.handle, self.address = ctypes.c_void_p(), 0
+        except PeerLost:
+            self.leave()
             return
         try:
             self.wait(code, "ncclCommFinalize")
@@ -325,6 +331,7 @@ class PyNcclBackend(Backend):
         self._stream = devices.raw_stream(group.device)
         self._all_reduce = self._library.ncclAllReduce
         self._one = torch.ones(1, device=group.device)
+        self._connected: set[Hashable] = set()  # kinds of calls that have been made
 
     @classmethod
     def find(cls) -> Any:
@@ -369,19 +376,45 @@ class PyNcclBackend(Backend):
         finally:
             self._handle = self._comm.address  # 0 after an abort, which NCCL answers with an error
 
-    def _grouped(self, what: str, *calls: Callable[[], int]) -> None:
-        """Calls that run as one: none of them waits for another."""
-        self._check_alive()
-        self._library.ncclGroupStart()
-        problem = 0
+    def _first(self, kind: Hashable, what: str, call: Callable[[], int]) -> int:
+        """The first call of a kind (function, size, dtype, op, peer), which may have to connect ranks: NCCL waits for
+        them on the host without a limit. Raises PeerLost after the timeout; the communicator is then lost, for its call
+        goes on. During a capture, before which calls are made once, it runs as it is."""
+        if devices.is_capturing():
+            return call()
         try:
-            for call in calls:
-                code = call()
-                problem = problem or (code if code != IN_PROGRESS else 0)
-        finally:  # an open group would swallow every later call
-            code = self._library.ncclGroupEnd()
-        if problem or code:
-            self._done(problem or code, what)
+            code = self._comm.in_time(what, call)
+        except PeerLost:
+            self._comm.leave()
+            self._handle = 0
+            raise
+        if not code:
+            self._connected.add(kind)
+        return code
+
+    def _run(self, kind: Hashable, what: str, call: Callable[[], int]) -> None:
+        """Make a call of that kind, whichever it is."""
+        code = call() if kind in self._connected else self._first(kind, what, call)
+        if code:
+            self._done(code, what)
+
+    def _grouped(self, kind: tuple[Hashable, ...], *calls: Callable[[], int]) -> None:
+        """Calls that run as one: none of them waits for another. kind: what they are in words, and what they are alike
+        in when they are made again."""
+        self._check_alive()
+
+        def group() -> int:  # as a whole on one thread, since a group belongs to the thread that starts it
+            self._library.ncclGroupStart()
+            problem = 0
+            try:
+                for call in calls:
+                    code = call()
+                    problem = problem or (code if code != IN_PROGRESS else 0)
+            finally:  # an open group would swallow every later call
+                code = self._library.ncclGroupEnd()
+            return problem or code
+
+        self._run(kind, str(kind[0]), group)
 
     def _check_alive(self) -> None:
         if not self._comm.address:
@@ -397,59 +430,61 @@ class PyNcclBackend(Backend):
             self._library.ncclRecv, part.data_ptr(), _bytes(part), _BYTE, peer, self._handle, self._stream()
         )
 
+    def _reduce(self, source: int, target: int, count: int, dtype: int, op: int) -> None:
+        """ncclAllReduce of addresses."""
+        kind = count << 8 | dtype << 3 | op
+        if kind in self._connected:
+            code = self._all_reduce(source, target, count, dtype, op, self._handle, self._stream())
+        else:
+            what = "ncclAllReduce"
+            call = functools.partial(self._all_reduce, source, target, count, dtype, op, self._handle, self._stream())
+            code = self._first(kind, what, call)
+        if code:
+            self._done(code, "ncclAllReduce")
+
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
         self.calls += 1
         target = output if output.is_contiguous() else devices.dense(output)
-        code = self._all_reduce(
-            input.data_ptr(), target.data_ptr(), input.numel(), DTYPE_CODES[input.dtype], OP_CODES[op], self._handle,
-            self._stream(),
-        )  # fmt: skip
-        if code:
-            self._done(code, "ncclAllReduce")
+        self._reduce(input.data_ptr(), target.data_ptr(), input.numel(), DTYPE_CODES[input.dtype], OP_CODES[op])
         if target is not output:
             output.copy_(target)
 
     def all_gather(self, input: torch.Tensor, output: torch.Tensor) -> None:
         self.calls += 1
         target = devices.dense(output)
-        code = self._library.ncclAllGather(
-            input.data_ptr(), target.data_ptr(), _bytes(input), _BYTE, self._handle, self._stream()
+        size = _bytes(input)
+        call = functools.partial(
+            self._library.ncclAllGather, input.data_ptr(), target.data_ptr(), size, _BYTE, self._handle, self._stream()
         )
-        if code:
-            self._done(code, "ncclAllGather")
+        self._run(("ncclAllGather", size), "ncclAllGather", call)
         if target is not output:
             output.copy_(target)
 
     def reduce_scatter(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
         self.calls += 1
         target = devices.dense(output)
-        code = self._library.ncclReduceScatter(
-            input.data_ptr(), target.data_ptr(), output.numel(), DTYPE_CODES[input.dtype], OP_CODES[op], self._handle,
-            self._stream(),
-        )  # fmt: skip
-        if code:
-            self._done(code, "ncclReduceScatter")
+        facts = output.numel(), DTYPE_CODES[input.dtype], OP_CODES[op]
+        call = functools.partial(
+            self._library.ncclReduceScatter, input.data_ptr(), target.data_ptr(), *facts, self._handle, self._stream()
+        )
+        self._run(("ncclReduceScatter", *facts), "ncclReduceScatter", call)
         if target is not output:
             output.copy_(target)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         self.calls += 1
-        address = tensor.data_ptr()
-        code = self._library.ncclBroadcast(
-            address, address, _bytes(tensor), _BYTE, src, self._handle, self._stream()
-        )  # fmt: skip
-        if code:
-            self._done(code, "ncclBroadcast")
+        address, facts = tensor.data_ptr(), (_bytes(tensor), _BYTE, src)
+        call = functools.partial(self._library.ncclBroadcast, address, address, *facts, self._handle, self._stream())
+        self._run(("ncclBroadcast", *facts), "ncclBroadcast", call)
 
     def reduce(self, input: torch.Tensor, output: torch.Tensor, dst: int, op: str) -> None:
         self.calls += 1
         target = devices.dense(output)
-        code = self._library.ncclReduce(
-            input.data_ptr(), target.data_ptr(), input.numel(), DTYPE_CODES[input.dtype], OP_CODES[op], dst,
-            self._handle, self._stream(),
-        )  # fmt: skip
-        if code:
-            self._done(code, "ncclReduce")
+        facts = input.numel(), DTYPE_CODES[input.dtype], OP_CODES[op], dst
+        call = functools.partial(
+            self._library.ncclReduce, input.data_ptr(), target.data_ptr(), *facts, self._handle, self._stream()
+        )
+        self._run(("ncclReduce", *facts), "ncclReduce", call)
         if target is not output:
             output.copy_(target)
 
@@ -460,7 +495,7 @@ class PyNcclBackend(Backend):
         sources, targets = input.view(-1).chunk(n), target.view(-1).chunk(n)
         if input.numel():
             calls = [call for i in range(n) for call in (self._send(sources[i], i), self._recv(targets[i], i))]
-            self._grouped("all_to_all of sends and receives", *calls)
+            self._grouped(("all_to_all of sends and receives", _bytes(sources[0])), *calls)
         if target is not output:
             output.copy_(target)
 
@@ -471,7 +506,7 @@ class PyNcclBackend(Backend):
         if target is not None and input.numel():
             parts = target.view(-1).chunk(self.group.world_size)
             calls += [self._recv(part, i) for i, part in enumerate(parts)]
-        self._grouped("gather of sends and receives", *calls)
+        self._grouped(("gather of sends and receives", _bytes(input), dst), *calls)
         if output is not None and target is not None and target is not output:
             output.copy_(target)
 
@@ -482,29 +517,27 @@ class PyNcclBackend(Backend):
         if input is not None and output.numel():
             parts = input.contiguous().view(-1).chunk(self.group.world_size)
             calls += [self._send(part, i) for i, part in enumerate(parts)]
-        self._grouped("scatter of sends and receives", *calls)
+        self._grouped(("scatter of sends and receives", _bytes(output), src), *calls)
         if target is not output:
             output.copy_(target)
 
     def send_recv(self, input: torch.Tensor, output: torch.Tensor, dst: int, src: int) -> None:
         self.calls += 1
         target = devices.dense(output)
-        self._grouped("a send and a receive", self._send(input, dst), self._recv(target, src))
+        self._grouped(
+            ("a send and a receive", _bytes(input), dst, src), self._send(input, dst), self._recv(target, src)
+        )
         if target is not output:
             output.copy_(target)
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         self.calls += 1
-        code = self._send(tensor, dst)()
-        if code:
-            self._done(code, "ncclSend")
+        self._run(("ncclSend", _bytes(tensor), dst), "ncclSend", self._send(tensor, dst))
 
     def recv(self, tensor: torch.Tensor, src: int) -> None:
         self.calls += 1
         target = devices.dense(tensor)
-        code = self._recv(target, src)()
-        if code:
-            self._done(code, "ncclRecv")
+        self._run(("ncclRecv", _bytes(tensor), src), "ncclRecv", self._recv(target, src))
         if target is not tensor:
             tensor.copy_(target)
 
@@ -523,7 +556,7 @@ class PyNcclBackend(Backend):
                     )
                 )
             first += rows
-        self._grouped("all_gatherv of broadcasts", *calls)
+        self._grouped(("all_gatherv of broadcasts", row, *sizes), *calls)
         if target is not output:
             output.copy_(target)
 
@@ -543,18 +576,14 @@ class PyNcclBackend(Backend):
                     )
                 )  # fmt: skip
             first += rows
-        self._grouped("reduce_scatterv of reductions", *calls)
+        self._grouped(("reduce_scatterv of reductions", row, input.dtype, op, *sizes), *calls)
         if target is not output:
             output.copy_(target)
 
     def barrier(self) -> None:
         self.calls += 1
         address = self._one.data_ptr()
-        code = self._all_reduce(
-            address, address, 1, DTYPE_CODES[torch.float32], OP_CODES["max"], self._handle, self._stream()
-        )
-        if code:
-            self._done(code, "ncclAllReduce")
+        self._reduce(address, address, 1, DTYPE_CODES[torch.float32], OP_CODES["max"])
         self.wait()
 
     def wait(self) -> None:

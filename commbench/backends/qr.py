@@ -27,7 +27,6 @@ CAST_VARIABLE = "ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16"
 MAX_MB_VARIABLE = "ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB"
 WORLD_SIZES = (2, 4, 8)
 DTYPE_NAMES = ("float16", "bfloat16")
-ARCHITECTURES = ("gfx94", "gfx95")
 PACK = 16
 # A level's number in the provider's kernels. INT8 is where they differ: aiter has FP8 there.
 LEVELS = {
@@ -143,7 +142,7 @@ class QuickReduceBackend(Backend):
             raise BackendUnavailable(self.name, "nothing has proven that all ranks share one host", "use pynccl")
         devices.activate(group.device)
         architecture = devices.architecture(group.device)
-        if not architecture.startswith(ARCHITECTURES):
+        if not architecture.startswith(devices.XGMI_ARCHITECTURES):
             raise BackendUnavailable(
                 self.name, f"{architecture or 'this GPU'} is none of gfx94x and gfx95x", "use pynccl"
             )

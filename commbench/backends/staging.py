@@ -30,31 +30,27 @@ def _remedy(variable: str) -> str:
     return f"set {variable} to a size, such as 8MiB"
 
 
-Key = tuple[torch.dtype, torch.Size]
+class Views(dict[torch.Size, torch.Tensor]):
+    """``views[shape]``: the front of some memory (uint8) in one dtype, the same object every time.
 
+    memory(size_bytes): memory of that many bytes or more; asked when a shape is new.
+    """
 
-def front(memory: torch.Tensor, key: Key) -> torch.Tensor:
-    """The first bytes of a uint8 tensor, with that dtype and shape."""
-    dtype, shape = key
-    return memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
-
-
-class Views(dict[Key, torch.Tensor]):
-    """``views[dtype, shape]``: the front of some memory (uint8), the same object every time. It must be enough."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, dtype: torch.dtype, memory: Callable[[int], torch.Tensor]) -> None:
         super().__init__()
-        self._memory = memory
+        self._dtype, self._memory = dtype, memory
 
-    def __missing__(self, key: Key) -> torch.Tensor:
+    def __missing__(self, shape: torch.Size) -> torch.Tensor:
+        size_bytes = shape.numel() * self._dtype.itemsize
+        memory = self._memory(size_bytes)
         if len(self) >= _MOST_VIEWS:
             self.clear()
-        view = self[key] = front(self._memory, key)
+        view = self[shape] = memory[:size_bytes].view(self._dtype).view(shape)
         return view
 
 
-class Staging(dict[Key, torch.Tensor]):
-    """Memory of one rank that all ranks of the group have beside each other; ``staging[dtype, shape]`` is its front.
+class Staging:
+    """Memory of one rank that all ranks of the group have beside each other; ``views(dtype)`` are its front.
 
     make(size_bytes): a uint8 tensor of that many bytes in such memory; collective, raises the same on all ranks. What
     was made before stays: kernels of other ranks may still read it. Ranks ask for the same sizes in the same order,
@@ -62,12 +58,18 @@ class Staging(dict[Key, torch.Tensor]):
     """
 
     def __init__(self, backend: str, cap_bytes: int, make: Callable[[int], torch.Tensor]) -> None:
-        super().__init__()
         self.backend, self.cap_bytes = backend, cap_bytes
         self._make = make
         self._made: list[torch.Tensor] = []
+        self._views: dict[torch.dtype, Views] = {}
         self.size_bytes = 0
         self.reserve(min(FIRST_BYTES, cap_bytes))
+
+    def views(self, dtype: torch.dtype) -> Views:
+        """Shape → the front of the memory, which grows where it is not enough; the same object every time."""
+        if dtype not in self._views:
+            self._views[dtype] = Views(dtype, self._room)
+        return self._views[dtype]
 
     def reserve(self, size_bytes: int) -> None:
         """Have room for so many bytes. Collective where there is less. Raises CollectiveError above the cap."""
@@ -80,19 +82,19 @@ class Staging(dict[Key, torch.Tensor]):
             )
         grown = min(self.cap_bytes, 1 << (size_bytes - 1).bit_length())
         self._made.append(self._make(grown))
-        self.clear()
+        self._forget_views()
         self.size_bytes = grown
 
-    def __missing__(self, key: Key) -> torch.Tensor:
-        dtype, shape = key
-        self.reserve(shape.numel() * dtype.itemsize)
-        if len(self) >= _MOST_VIEWS:
-            self.clear()
-        view = self[key] = front(self._made[-1], key)
-        return view
+    def _room(self, size_bytes: int) -> torch.Tensor:
+        self.reserve(size_bytes)
+        return self._made[-1]
+
+    def _forget_views(self) -> None:
+        for views in self._views.values():
+            views.clear()
 
     def release(self) -> None:
         """Let go of all memory."""
-        self.clear()
+        self._forget_views()
         self._made.clear()
         self.size_bytes = 0

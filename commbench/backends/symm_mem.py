@@ -8,7 +8,7 @@ COMMBENCH_SYMM_MEM_MAX_BYTES (128MiB); it has its full size before a graph is ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -121,13 +121,31 @@ class SymmMemBackend(Backend):
             return f"{call.size_bytes} bytes is not a multiple of {alignment}"
         return beyond_cap(call, self.max_bytes, MAX_BYTES_VARIABLE)
 
+    def bound(self, call: CallSignature) -> Callable[..., None]:
+        return self._path(getattr(torch, call.dtype))
+
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
-        self.calls += 1
-        shape = input.shape
-        shared = self._buffer[input.dtype, shape]
-        shared.copy_(input)
-        self._operation(shared, "sum", self._group_name)
-        output.copy_(shared if output is input or output.shape == shape else shared.view(output.shape))
+        self._path(input.dtype)(input, output, op)
+
+    def _path(self, dtype: torch.dtype) -> Callable[..., None]:
+        """all_reduce of one dtype."""
+        views, operation, group_name = self._buffer.views(dtype), self._operation, self._group_name
+
+        def all_reduce(input: torch.Tensor, output: torch.Tensor, op: str) -> None:
+            self.calls += 1
+            shared = views[input.shape]
+            shared.copy_(input)
+            operation(shared, "sum", group_name)
+            # It fits unless the shapes differ by more than ones in front: so many elements cannot spread over more. To
+            # ask for both shapes first would cost a tenth of this path.
+            try:
+                output.copy_(shared)
+            except RuntimeError:
+                if output.shape == input.shape:
+                    raise
+                output.copy_(shared.view(output.shape))
+
+        return all_reduce
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -168,13 +186,20 @@ class SymmMemOneShotBackend(SymmMemBackend):
     def _kernel(self) -> str:
         return ONE_SHOT
 
-    def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
-        self.calls += 1
-        shared = self._buffer[input.dtype, input.shape]
-        shared.copy_(input)
-        # the kernel stores whole vectors of up to 16 bytes
-        direct = output.is_contiguous() and output.shape == input.shape and not output.data_ptr() & 15
-        target = output if direct else torch.empty_like(shared)
-        self._operation(shared, "sum", self._group_name, target)
-        if not direct:
+    def _path(self, dtype: torch.dtype) -> Callable[..., None]:
+        views, operation, group_name = self._buffer.views(dtype), self._operation, self._group_name
+
+        def all_reduce(input: torch.Tensor, output: torch.Tensor, op: str) -> None:
+            self.calls += 1
+            shape = input.shape
+            shared = views[shape]
+            shared.copy_(input)
+            # the kernel stores whole vectors of up to 16 bytes
+            if output.is_contiguous() and output.shape == shape and not output.data_ptr() & 15:
+                operation(shared, "sum", group_name, output)
+                return
+            target = torch.empty_like(shared)
+            operation(shared, "sum", group_name, target)
             output.copy_(target.view(output.shape))
+
+        return all_reduce

@@ -10,9 +10,6 @@ from commbench.backends.base import Group, together
 from commbench.coordinator.hosts import boot_id
 from commbench.types import Platform
 
-# Boards of these link all of their GPUs by XGMI (AMD's MI300 and MI350 series).
-_XGMI = ("gfx94", "gfx95")
-
 
 def of_group(group: Group, platform: Platform) -> Platform:
     """The platform with this group's facts. Collective on GPUs; on other devices nothing has to be asked."""
@@ -37,7 +34,7 @@ def of_group(group: Group, platform: Platform) -> Platform:
 def _links(group: Group, kind: str, mine: str, beside: list[str]) -> tuple[bool, bool, bool]:
     """(peer access, all linked by NVLink or XGMI, multicast) as this rank sees it; what cannot be told is no."""
     if kind == "hip":
-        return True, device.architecture(group.device).startswith(_XGMI), False
+        return True, device.architecture(group.device).startswith(device.XGMI_ARCHITECTURES), False
     try:
         peer, nvlink = gpu_links.links(mine, beside)
     except OSError:  # no NVML: then nothing is known of links, and backends ask for themselves

@@ -245,9 +245,10 @@ class Router:
         self._check_usable(collective, op)
         if self._check_calls:
             self._compare_calls((collective, op, None if tensor is None else tensor.dtype, *agreed))
-        decision = self.decide(self.signature(collective, tensor, op, placement))
+        call = self.signature(collective, tensor, op, placement)
+        decision = self.decide(call)
         backend = self.backend(decision.picked)
-        route = Route(decision, backend, getattr(backend, collective))
+        route = Route(decision, backend, backend.bound(call))
         self._routes[key] = route
         return route
 

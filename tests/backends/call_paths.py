@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from commbench.backends import flashinfer
 from commbench.coordinator.group import GroupCoordinator
@@ -25,6 +27,11 @@ def _ca(provider: str) -> Callable[[World], None]:
         simulation.play_ca(world, provider)
 
     return play
+
+
+def _ca_on_rocm(world: World) -> None:
+    os.environ["COMMBENCH_CA_PROVIDER"] = "sgl_kernel"
+    simulation.play_ca_on_rocm(world)
 
 
 def _qr(provider: str) -> Callable[[World], None]:
@@ -46,6 +53,7 @@ CASES: dict[str, tuple[str, Callable[[World], Any], tuple[str, ...]]] = {
     "ca-sgl_kernel": ("ca", _ca("sgl_kernel"), ("float32", "float16", "bfloat16")),
     "ca-vllm": ("ca", _ca("vllm"), ("float32", "float16", "bfloat16")),
     "ca-flashinfer": ("ca", _ca("flashinfer"), ("float32", "float16", "bfloat16")),
+    "ca-rocm": ("ca", _ca_on_rocm, ("float32", "float16", "bfloat16")),
     "qr-sgl_kernel": ("qr", _qr("sgl_kernel"), ("float16", "bfloat16")),
     "qr-aiter": ("qr", _qr("aiter"), ("float16", "bfloat16")),
     "pymscclpp": ("pymscclpp", simulation.play_mscclpp, ("float32", "float16", "bfloat16")),
@@ -63,6 +71,9 @@ SETUP_STEPS: dict[str, tuple[str, ...]] = {
         "init_custom_ar", "register_buffer",
     ),
     "ca-flashinfer": ("meta_size", "init_custom_ar", "register_buffer"),
+    "ca-rocm": (
+        "meta_size", "allocate_meta_buffer", "get_meta_buffer_ipc_handle", "init_custom_ar", "register_buffer",
+    ),
     "qr-sgl_kernel": ("init_custom_qr", "qr_get_handle", "qr_open_handles"),
     "pymscclpp": ("mscclpp_generate_unique_id", "mscclpp_init_context", "mscclpp_allreduce"),
     "flashinfer": ("TorchDistBackend", "create_allreduce_fusion_workspace"),
@@ -190,6 +201,7 @@ def whole_path(rank: int, size: int, case: str) -> dict[str, Any]:
     world.calls.clear()
     group.destroy()
     seen["end"] = list(world.calls)
+    dist.barrier()  # the store goes with rank 0
     return seen
 
 
@@ -211,6 +223,7 @@ def fails_at_each_step(rank: int, size: int, case: str) -> dict[str, Any]:
     reasons["none"] = made.usable[backend]
     for ready in made.ready.values():
         ready.close()
+    dist.barrier()  # the store goes with rank 0
     return reasons
 
 
@@ -305,7 +318,30 @@ def every_collective_of_nccl(rank: int, size: int) -> dict[str, Any]:
         except CollectiveError as error:
             errors.append(str(error))
     group.destroy()
+    dist.barrier()  # the store goes with rank 0
     return {"wrong": wrong, "errors": errors, "calls": world.calls, "alive": simulated.alive}
+
+
+def first_call_without_the_last_rank(rank: int, size: int) -> dict[str, Any]:
+    """A rank stays away from the first call of a size, for which NCCL connects ranks on the host."""
+    _, process_group = start(rank, size, "pynccl")
+    group = coordinator(process_group, "pynccl")
+    seen: dict[str, Any] = {}
+    with group.forcing("pynccl"):
+        for _ in range(2):
+            group.all_reduce(torch.ones(NUMEL))
+        if rank != size - 1:
+            began = time.monotonic()
+            for what in ("first", "next"):
+                try:
+                    group.all_reduce(torch.ones(2 * NUMEL))
+                except CollectiveError as error:
+                    seen[what] = f"{type(error).__name__}: {error}"
+            seen["took_s"] = time.monotonic() - began
+    dist.barrier()  # over gloo: nobody ends before
+    if rank != size - 1:
+        group.destroy()  # its communicator has no end any more
+    return seen
 
 
 def growth(rank: int, size: int) -> dict[str, Any]:

@@ -48,13 +48,14 @@ class Source:
 
 _CA = ("init_custom_ar", "all_reduce", "register_buffer", "get_graph_buffer_ipc_meta", "register_graph_buffers",
        "meta_size", "dispose")  # fmt: skip
+_CA_ON_ROCM = ("all_reduce_reg", "all_reduce_unreg", "allocate_meta_buffer", "get_meta_buffer_ipc_handle")
 _QR = ("init_custom_qr", "qr_get_handle", "qr_open_handles", "qr_all_reduce", "qr_max_size", "qr_destroy")
 _MSCCLPP = ("mscclpp_generate_unique_id", "mscclpp_init_context", "mscclpp_allreduce")
 
 SOURCES: dict[str, Source] = {
     "sgl_kernel": Source(
         "sgl-kernel==0.3.21",
-        {"sgl_kernel/allreduce.py": (*_CA, *_QR, *_MSCCLPP)},
+        {"sgl_kernel/allreduce.py": (*_CA, *_CA_ON_ROCM, *_QR, *_MSCCLPP)},
         binaries=("sgl_kernel/sm90/common_ops.abi3.so",),
     ),
     "vllm": Source(

@@ -300,6 +300,8 @@ def play_device(world: World, *, multicast: bool = True, nvlink: bool = True, hi
         "mark": lambda _: Mark(),
         "timed": timed,
         "has_multicast": lambda _: multicast,
+        "kind": lambda kind: "hip" if hip else kind,
+        "whole_allocation": lambda size_bytes, _: torch.empty(size_bytes, dtype=torch.uint8),
         "at_address": lambda address, size_bytes, _: memory(address, size_bytes),
     }
     for name, replacement in made.items():
@@ -473,6 +475,76 @@ def play_ca(world: World, provider: str) -> CustomAllReduce:
     else:
         module(file[provider].removesuffix(".py").replace("/", "."), **functions)
     return kernels
+
+
+class RocmCustomAllReduce(CustomAllReduce):
+    """The same on ROCm: memory comes as tensors and the handles of all ranks, at offset 0."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.handles = {}
+        self.made = 0
+
+    def allocate_meta_buffer(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int8)
+
+    def get_meta_buffer_ipc_handle(self, inp: torch.Tensor) -> torch.Tensor:
+        text = f"{self.world.rank}:{inp.data_ptr()}".encode()
+        return torch.frombuffer(bytearray(text.ljust(64, b"\0")), dtype=torch.uint8)
+
+    def _check(self, own: torch.Tensor, handles: list[bytes], offsets: list[int]) -> None:
+        assert offsets == [0] * self.world.size
+        assert [int(handle.partition(b":")[0]) for handle in handles] == list(range(self.world.size))
+        assert handles[self.world.rank] == bytes(self.get_meta_buffer_ipc_handle(own).tolist())
+
+    def init_custom_ar(  # type: ignore[override]
+        self, meta: torch.Tensor, rank_data: torch.Tensor, handles: list[bytes], offsets: list[int], rank: int,
+        full_nvlink: bool,
+    ) -> int:  # fmt: skip
+        self._check(meta, handles, offsets)
+        assert rank == self.world.rank
+        if not full_nvlink or int(meta[: self.META].max()):
+            raise ProviderError("the flags do not begin at zero, or the GPUs are not linked")
+        self.made += 1
+        self.handles[self.made] = {"own": 0, "waiting": [], "registered": set(), "data": rank_data, "memory": meta}
+        return self.made
+
+    def register_buffer(  # type: ignore[override]
+        self, fa: int, t: torch.Tensor, handles: list[bytes], offsets: list[int]
+    ) -> None:
+        self._check(t, handles, offsets)
+        self.handles[fa]["own"] = t.data_ptr()
+
+    def all_reduce_reg(self, fa: int, inp: torch.Tensor, out: torch.Tensor) -> None:
+        self.all_reduce(fa, inp, out, 0, 0)
+
+    def all_reduce_unreg(self, fa: int, inp: torch.Tensor, reg_buffer: torch.Tensor, out: torch.Tensor) -> None:
+        self.all_reduce(fa, inp, out, reg_buffer.data_ptr(), reg_buffer.numel())
+
+    def get_graph_buffer_ipc_meta(self, fa: int) -> tuple[torch.Tensor, list[int]]:  # type: ignore[override]
+        handles, offsets = super().get_graph_buffer_ipc_meta(fa)
+        return torch.tensor(handles, dtype=torch.uint8), offsets
+
+    def register_graph_buffers(  # type: ignore[override]
+        self, fa: int, handles: list[bytes], offsets: list[list[int]]
+    ) -> None:
+        super().register_graph_buffers(fa, [list(handle) for handle in handles], offsets)
+
+
+def play_ca_on_rocm(world: World) -> None:
+    play_device(world, hip=True)
+    kernels = RocmCustomAllReduce(world)
+    recorded = world.record("sgl_kernel")["files"]["sgl_kernel/allreduce.py"]
+    functions = {}
+    for name in (*_CA_FUNCTIONS, "all_reduce_reg", "all_reduce_unreg", "allocate_meta_buffer",
+                 "get_meta_buffer_ipc_handle"):  # fmt: skip
+        if name == "all_reduce":
+            continue
+        signature = copy.deepcopy(recorded[f"{name}@hip"])
+        for parameter in signature["parameters"]:  # the operator takes bytes for text, and a handle is no text
+            parameter["type"] = parameter["type"].replace("List[str]", "list[bytes]")
+        functions[name] = world.function(name, signature, getattr(kernels, name))
+    module("sgl_kernel.allreduce", **functions)
 
 
 # ---- quick all-reduce ----------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_what_a_provider_rejects_is_declined_in_words(path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", cases((case for case in call_paths.CASES if case.startswith("ca-")), EVERY_DAY), indirect=True
+    "path", cases((c for c in call_paths.CASES if c.startswith("ca-") and c != "ca-rocm"), EVERY_DAY), indirect=True
 )
 def test_custom_all_reduce_registers_after_the_capture_and_copies_in_place_inputs(path: Any) -> None:
     _, ranks = path
@@ -76,6 +76,19 @@ def test_custom_all_reduce_registers_after_the_capture_and_copies_in_place_input
         assert seen["eager"] == ["all_reduce"]
         assert seen["capture"] == ["all_reduce", "all_reduce", "get_graph_buffer_ipc_meta", "register_graph_buffers"]
         assert seen["end"][-6:].count("cudaFree") == 2
+        assert "dispose" in seen["end"]
+
+
+@pytest.mark.parametrize("path", cases(["ca-rocm"], set()), indirect=True)
+def test_on_rocm_custom_all_reduce_shares_tensors_by_handles_and_registers_after_the_capture(path: Any) -> None:
+    _, ranks = path
+    for seen in ranks:
+        assert seen["setup"][:3] == ["meta_size", "allocate_meta_buffer", "get_meta_buffer_ipc_handle"]
+        assert seen["setup"][-2:] == ["init_custom_ar", "register_buffer"]
+        assert seen["eager"] == ["all_reduce_unreg"]
+        assert seen["capture"] == [
+            "all_reduce_reg", "all_reduce_unreg", "get_graph_buffer_ipc_meta", "register_graph_buffers",
+        ]  # fmt: skip
         assert "dispose" in seen["end"]
 
 
@@ -109,6 +122,11 @@ def _check_reasons(case: str, size: int) -> None:
         pytest.param("ca-vllm", [("vllm", "all_reduce"), ("cudart", "cudaIpcOpenMemHandle")], marks=pytest.mark.slow),
         pytest.param("ca-flashinfer", [("flashinfer", "all_reduce")], marks=pytest.mark.slow),
         pytest.param(
+            "ca-rocm",
+            [("sgl_kernel", f) for f in ("init_custom_ar", "all_reduce_unreg", "allocate_meta_buffer")],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "qr-sgl_kernel", [("sgl_kernel", "init_custom_qr"), ("sgl_kernel", "qr_all_reduce")], marks=pytest.mark.slow
         ),
         pytest.param("qr-aiter", [("aiter", "qr_all_reduce"), ("aiter", "qr_open_handles")], marks=pytest.mark.slow),
@@ -132,6 +150,13 @@ def test_pynccl_runs_every_collective_and_reports_an_asynchronous_error_after_an
         assert "aborted" in seen["errors"][1]
         assert "ncclCommAbort" in seen["calls"]
         assert not seen["alive"]
+
+
+def test_a_rank_that_stays_away_from_nccls_first_call_of_a_size_is_missed_after_the_timeout() -> None:
+    seen = run_ranks(call_paths.first_call_without_the_last_rank, TWO)[0]
+    assert seen["first"] == "PeerLost: ncclAllReduce: another rank did not answer within 1 s"
+    assert "the communicator was aborted after an earlier failure" in seen["next"]
+    assert seen["took_s"] < 2.5  # the played kernel waits for 3 s
 
 
 def test_symmetric_memory_grows_to_its_cap_and_a_growth_that_fails_fails_everywhere_leaving_the_input() -> None:

@@ -85,6 +85,12 @@ def test_an_unknown_or_missing_provider_is_named_with_what_to_do(monkeypatch: py
     monkeypatch.setenv(ca.PROVIDER_VARIABLE, "vllm")
     with pytest.raises(BackendUnavailable, match="vllm is not installed; pip install vllm"):
         ca.choose_provider()
+    monkeypatch.setattr(ca.devices, "kind", lambda _: "hip")
+    with pytest.raises(BackendUnavailable, match="vllm has none of these kernels on hip; choose one of sgl_kernel"):
+        ca.choose_provider()
+    monkeypatch.delenv(ca.PROVIDER_VARIABLE)
+    with pytest.raises(BackendUnavailable, match="build sgl-kernel from its sources for ROCm"):
+        ca.choose_provider()
 
 
 @pytest.mark.parametrize("name", [n for n in BACKENDS if n not in HARDWARE_PROVEN])

@@ -151,7 +151,9 @@ def measure() -> dict[str, dict[str, float]]:
         "flashinfer": lambda: nothing(x.view(2, 1024), None, 0, output=y.view(2, 1024)),
     }
     found: dict[str, dict[str, float]] = {}
-    paths: dict[str, Any] = {n: functools.partial(group.backend(n).all_reduce, x, y, "sum") for n in BACKENDS}
+    call = group.signature("all_reduce", x, "sum", "out")
+    # what the coordinator calls once a signature is decided
+    paths: dict[str, Any] = {n: functools.partial(group.backend(n).bound(call), x, y, "sum") for n in BACKENDS}
     paths["coordinator"] = lambda: group.all_reduce(x)
     by_hand["coordinator"] = by_hand[WITH_COORDINATOR]
     with group.forcing(WITH_COORDINATOR):

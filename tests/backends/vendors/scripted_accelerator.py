@@ -67,6 +67,7 @@ def install(kind: str, key: str, library: str, timed: bool = True, one_each: boo
     module.current_device = lambda: current[0]
     module.set_device = set_device
     module.synchronize = lambda device=None: None
+    module._lazy_init = lambda: None  # torch calls it before the first tensor of some kinds
     module.get_device_name = lambda index=0: f"a played {kind}"
     module.get_device_properties = lambda index=0: types.SimpleNamespace(name=f"a played {kind}", total_memory=1 << 34)
     if timed:
