@@ -140,7 +140,9 @@ def _weights(context: _Context, directory: Path) -> tuple[_Context, list[Plot]]:
     found = {run: one for run, summary in enumerate(context.summaries) if (one := synced(summary)) is not None}
     if not found:
         return context, []
-    machines = [f"{s.host}: {s.device}, {s.launches_text} of each" for s in (context.summaries[run] for run in found)]
+    machines = [
+        f"{s.host}: {s.device}, {s.launches_text} per bucket size" for s in (context.summaries[run] for run in found)
+    ]
     marks = dict.fromkeys(f"⚠ {mark}" for run in found for mark in context.summaries[run].marks)
     plot = draw_synced(
         list(found.values()), directory, machines="\n".join(dict.fromkeys(machines)), marks="\n".join(marks)

@@ -24,7 +24,6 @@ from commbench.report.style import (
     PURPLE,
     VERMILLION,
     Look,
-    short_rate,
     short_time,
     size_ticks,
 )
@@ -122,7 +121,7 @@ def draw_synced(found: Sequence[Synced], directory: Path, *, machines: str, mark
     for i, (unit, text, values) in enumerate(
         (
             ("time to sync", short_time, [one.seconds for one in found]),
-            ("rate: model size / time, GB/s", short_rate, [one.rates for one in found]),
+            ("rate: model size / time, GB/s", lambda rate: f"{rate:g}", [one.rates for one in found]),
         )
     ):
         x = _LEFT + i * (_PANEL[0] + _GAP)

@@ -79,7 +79,7 @@ def test_a_bucket_size_without_success_has_a_cross_and_models_a_legend(figures: 
         Synced("large", MIB, "ok", (9e-3, NAN, NAN), 9.0),
         Synced("large", 2 * MIB, "failed", (NAN, NAN, NAN), NAN),
     ]
-    draw_synced(found, tmp_path, machines="host: cpu, 1 launch of each", marks="")
+    draw_synced(found, tmp_path, machines="host: cpu, 1 launch per bucket size", marks="")
     (figure,) = figures
     (legend,) = figure.legends
     assert [t.get_text() for t in legend.get_texts()] == ["small", "large", "no success (see list)"]
