@@ -26,6 +26,7 @@ from commbench.errors import (
     UnknownName,
     UsageError,
 )
+from commbench.harness.engine import calls, channel, job
 from tests.engine.processes import all_gone, children, folder_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,7 +91,9 @@ def test_closing_ends_the_ranks_and_later_calls_say_so() -> None:
             call()
 
 
-def test_a_thread_that_waits_in_a_call_hears_when_another_ends_the_engine() -> None:
+def test_a_thread_that_waits_in_a_call_hears_when_another_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (calls, job):
+        monkeypatch.setattr(module, "GRACE_S", 0.5)
     engine = Engine(tp=2, device="cpu")
     processes = [*engine.pids, launcher_of(engine)]
     heard: list[BaseException] = []
@@ -120,11 +123,11 @@ def test_an_end_that_is_interrupted_ends_the_ranks_at_once_and_may_be_repeated(
     folder = folder_of(launcher_of(engine))
     assert engine._job is not None
     process, wait = engine._job.process, engine._job.process.wait
-    calls = iter([KeyboardInterrupt])
+    to_come = [KeyboardInterrupt]
 
     def interrupted_once(timeout: float | None = None) -> int:
-        for kind in calls:
-            raise kind
+        if to_come:
+            raise to_come.pop()
         return wait(timeout)
 
     monkeypatch.setattr(process, "wait", interrupted_once)
@@ -262,7 +265,9 @@ commbench.Engine(tp=2, device="cpu")
 """
 
 
-@pytest.mark.parametrize("after_s", [0.3, 1.5, 3.0])
+@pytest.mark.parametrize(
+    "after_s", [pytest.param(0.3, marks=pytest.mark.slow), 1.5, pytest.param(3.0, marks=pytest.mark.slow)]
+)
 def test_nothing_is_left_of_an_engine_whose_driver_is_killed_while_ranks_start(after_s: float, tmp_path: Path) -> None:
     script = run_script(EARLY, TMPDIR=str(tmp_path))
     assert script.stdout is not None
@@ -287,8 +292,6 @@ def test_the_token_stands_on_no_command_line(engine: Engine) -> None:
 
 
 def test_a_caller_without_the_token_is_turned_away(tmp_path: Path) -> None:
-    from commbench.harness.engine import channel
-
     door = channel.Door(tmp_path)
     try:
         outcome: list[object] = []
