@@ -82,12 +82,7 @@ class WeightUpdateGroup:
         device: torch.device | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
-        if not 0 <= rank < world_size or world_size < 2:
-            raise UsageError(
-                f"weight-update group {name}: rank {rank} of {world_size} ranks cannot be; it takes at least 2"
-            )
-        if backend not in ("gloo", "nccl"):
-            raise UsageError(f"weight-update group {name}: backend {backend!r} is neither gloo nor nccl")
+        _check(name, rank, world_size, backend, device)
         self.name, self.rank, self.world_size = name, rank, world_size
         self.device = device or torch.device("cpu" if backend == "gloo" else "cuda")
         self._timeout = timeout
@@ -196,6 +191,20 @@ class WeightUpdateGroup:
         )
 
 
+def _check(name: str, rank: int, world_size: int, backend: str, device: torch.device | None) -> None:
+    """Raises UsageError for a group that cannot be, before anybody is waited for."""
+    if not 0 <= rank < world_size or world_size < 2:
+        raise UsageError(
+            f"weight-update group {name}: rank {rank} of {world_size} ranks cannot be; it takes at least 2"
+        )
+    if backend not in ("gloo", "nccl"):
+        raise UsageError(f"weight-update group {name}: backend {backend!r} is neither gloo nor nccl")
+    if backend == "nccl" and not dist.is_nccl_available():
+        raise UsageError(f"weight-update group {name}: this torch was built without NCCL; take backend='gloo'")
+    if backend == "nccl" and device is not None and device.type == "cpu":
+        raise UsageError(f"weight-update group {name}: NCCL moves no tensors of the CPU; take backend='gloo'")
+
+
 def _view(packed: torch.Tensor, spec: TensorSpec, offset: int) -> torch.Tensor:
     return packed[offset : offset + spec.size_bytes].view(spec.dtype).view(spec.shape)
 
@@ -216,9 +225,11 @@ def init_weights_update_group(
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> WeightUpdateGroup:
     """Join the group of that name; rank 0 (the trainer) listens at the address. An engine's rank is its offset plus its
-    TP rank. Raises UsageError when this process has a group of that name, CollectiveError when nobody is found."""
+    TP rank. Raises UsageError when this process has a group of that name and for what cannot be, CollectiveError when
+    nobody is found."""
     if group_name in _groups:
         raise UsageError(f"this process has a weight-update group {group_name!r}; destroy it first, or name another")
+    _check(group_name, rank, world_size, backend, device)
     store = _meet(master_address, master_port, rank, world_size, group_name, timeout)
     group = WeightUpdateGroup(store, rank, world_size, group_name, backend=backend, device=device, timeout=timeout)
     _groups[group_name] = group

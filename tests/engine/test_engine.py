@@ -275,6 +275,7 @@ def test_a_policy_of_a_file_is_found_also_when_the_driver_has_gone_to_another_fo
         ({"timeout_s": "soon"}, "timeout_s='soon' is no time"),
         ({"timeout_s": -1}, "timeout_s=-1 is no time"),
         ({"backend": "mpi"}, "backend 'mpi' is neither gloo nor nccl"),
+        ({"backend": "nccl"}, "take backend='gloo'"),
     ],
 )
 def test_what_no_weight_update_group_can_have_is_named(engine: Engine, keywords: dict[str, Any], told: str) -> None:
