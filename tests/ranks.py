@@ -8,7 +8,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Mapping
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 
@@ -45,11 +45,8 @@ def _main(
         results.put((rank, "error", traceback.format_exc()))
 
 
-def run_ranks(target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
-    """target(rank, size, *args) on ``size`` processes; their results in rank order.
-
-    Raises AssertionError with the traceback of a rank that raised. No process outlives the call.
-    """
+def start_ranks(target: Callable[..., Any], size: int, *args: Any) -> tuple[list[ForkServerProcess], Any]:
+    """target(rank, size, *args) begins on ``size`` processes: the processes, and the queue of what they return."""
     context = rank_context()
     results = context.Queue()
     variables = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -59,6 +56,15 @@ def run_ranks(target: Callable[..., Any], size: int, *args: Any, timeout_s: floa
     ]
     for process in processes:
         process.start()
+    return processes, results
+
+
+def run_ranks(target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+    """target(rank, size, *args) on ``size`` processes; their results in rank order.
+
+    Raises AssertionError with the traceback of a rank that raised. No process outlives the call.
+    """
+    processes, results = start_ranks(target, size, *args)
     answers: dict[int, Any] = {}
     try:
         for _ in range(size):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import random
 import signal
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import _main, free_port, run_ranks, world
+from tests.ranks import run_ranks, start_ranks, world
 
 WRITER = 2
 COUNT = 10_000
@@ -204,15 +203,7 @@ def test_nothing_is_left_when_all_processes_are_killed(tmp_path: Path) -> None:
     folder, ready = tmp_path / "segments", tmp_path / "ready"
     folder.mkdir()
     ready.mkdir()
-    context = mp.get_context("spawn")
-    results: Any = context.Queue()
-    port = free_port()
-    ranks = [
-        context.Process(target=_main, args=(waits_to_be_killed, r, 2, port, results, (str(folder), str(ready))))
-        for r in range(2)
-    ]
-    for process in ranks:
-        process.start()
+    ranks, results = start_ranks(waits_to_be_killed, 2, str(folder), str(ready))
     end = time.monotonic() + 120
     while len(list(ready.iterdir())) < 2 and time.monotonic() < end:
         time.sleep(0.05)
