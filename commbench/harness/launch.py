@@ -338,6 +338,8 @@ class Launch:
             return self._launcher_ended
         if self.trouble is not None and self.trouble.kind != "dead":
             parts = [_by_rank(rank, text) for _, rank, text in self._errors[:1]] + [self.trouble.text]
+            if self.trouble.kind == "node":  # which the ranks here feel sooner or later
+                parts = [nearest_cause(self.trouble.text, parts)]
             if self.stopped:
                 parts.append(self.stopped)
             if self.report is not None:

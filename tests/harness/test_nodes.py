@@ -315,6 +315,7 @@ def test_the_cause_is_a_killed_rank_before_an_error_before_a_lost_connection() -
     assert nearest_cause(lost, ["node 1 (b) was lost: no sign of life for 6 s"]) == lost
     ended = "node 1 (b): torchrun was ended from outside by SIGTERM"
     assert nearest_cause(lost, [error, ended]) == ended
+    assert nearest_cause(lost, ["node 1 (b) was lost: its command has ended"]) != lost
     silent = "node 1 (b) was lost: no sign of life for 6 s"
     assert nearest_cause(silent, ["node 1 (b): was lost, and is back"]) == silent
     assert nearest_cause("rank 0: ValueError: mine", [error]) == "rank 0: ValueError: mine"

@@ -1,7 +1,7 @@
 """Hosts on one machine: network, UTS, IPC, mount and time namespaces, joined by veth pairs on a bridge.
 
-Each has a name, an address, a /dev/shm and, where asked for, a monotonic clock of its own. Needs root and the tools of
-util-linux and iproute2; ``why_not`` says what is missing.
+Each has a name, an address, a /dev/shm, a temporary folder and, where asked for, a monotonic clock of its own. Needs
+root and the tools of util-linux and iproute2; ``why_not`` says what is missing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,12 +42,14 @@ def why_not() -> str:
 
 @dataclass(slots=True)
 class Host:
-    """One host. ``pid`` holds its namespaces; ``cable`` is its end at the bridge."""
+    """One host. ``pid`` holds its namespaces; ``cable`` is its end at the bridge; ``temporary`` is where its programs
+    put what is temporary."""
 
     number: int
     name: str
     pid: int
     hub: int
+    temporary: Path
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @property
@@ -69,6 +72,7 @@ class Host:
             stdin=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
+            env={**os.environ, "TMPDIR": str(self.temporary)},
         )
         self.started.append(job)
         return job
@@ -122,6 +126,7 @@ def hosts(count: int, clocks: Sequence[float] = ()) -> Iterator[list[Host]]:
         inside = ["nsenter", "--target", str(hub_pid), "--net", "ip", "link"]
         _run([*inside, "add", "br0", "type", "bridge"])
         _run([*inside, "set", "br0", "up"])
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
         made = []
         for number in range(count):
             name = f"host{chr(ord('a') + number)}"
@@ -130,7 +135,8 @@ def hosts(count: int, clocks: Sequence[float] = ()) -> Iterator[list[Host]]:
             spaces = ["--net", "--uts", "--ipc", "--mount", *ahead, "--kill-child", "--fork"]
             holder, pid = _hold(["unshare", *spaces, "sh", "-c", script])
             stack.callback(_end, holder)
-            host = Host(number, name, pid, hub_pid)
+            host = Host(number, name, pid, hub_pid, folder / name)
+            host.temporary.mkdir()
             stack.callback(_clear, host)
             _run([*inside, "add", f"v{number}", "type", "veth", "peer", "name", "eth0", "netns", str(pid)])
             _run([*inside, "set", f"v{number}", "master", "br0", "up"])

@@ -141,9 +141,10 @@ def launcher_ended(why: str) -> bool:
 
 def nearest_cause(here: str, others: Sequence[str]) -> str:
     """Of the reasons that several hosts give for one end, the one nearest to the cause: what was killed, then an
-    error of its own, and last what a rank says when it has lost the others. ``here`` counts first among equals."""
+    error of its own or a command that has ended, and last what a rank says when it has lost the others. ``here`` counts
+    first among equals."""
     consequence = re.compile(
-        r"onnection (closed|reset|refused)|roken pipe|did not come or are gone|no sign of life|its command has ended"
+        r"onnection (closed|reset|refused)|roken pipe|did not come or are gone|no sign of life"
         r"|asked to end|was lost, and is back|[Tt]imed out|[Tt]imeout",
     )
 
