@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from commbench.errors import CommbenchError
 from commbench.harness.supervision.heartbeat import FINISHING, STAGES
 from commbench.harness.views.look import EVERYTHING
 from commbench.harness.views.profiling import PROFILE_VARIABLE, PROFILES_DIR, Profiler, RankProfile
@@ -32,7 +33,10 @@ class Watch:
     def _end_profile(self) -> None:
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
-            profiler.close()
+            try:
+                profiler.close()
+            except CommbenchError as error:  # what was measured counts all the same
+                print(error, file=sys.stderr)  # noqa: T201 - its log
 
     def close(self, error: str = "") -> None:
         self._end_profile()

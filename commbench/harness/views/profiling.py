@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from commbench.errors import SpecError, UsageError
+from commbench.errors import CommbenchError, SpecError, UsageError
 from commbench.measure.observer import BlockSeen, Observer
 from commbench.types import Point
 
@@ -150,32 +150,48 @@ class RankProfile:
         self._scheduled = "schedule" in read
         self._then = read.pop("on_trace_ready", None)
         self.files: list[Path] = []
+        self._problem: Exception | None = None
         try:
             self._profile = profiler.profile(**read, on_trace_ready=self._ready)
         except (TypeError, ValueError, RuntimeError, AssertionError) as error:
             raise UsageError(f"start_profile: {str(error).splitlines()[0]}") from error
 
     def _ready(self, profile: Any) -> None:
+        """Must not raise: torch's profiler would be left half stopped, and no other could start."""
         path = trace_path(*self._where, len(self.files))
-        profile.export_chrome_trace(str(path))
-        self.files.append(path)
-        if self._then is not None:
-            self._then(profile)
+        try:
+            profile.export_chrome_trace(str(path))
+            self.files.append(path)
+            if self._then is not None:
+                self._then(profile)
+        except Exception as error:  # noqa: BLE001 - a disk's, or whatever the user's function raises
+            self._problem = self._problem or error
+
+    def _tell(self) -> None:
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise CommbenchError(
+                f"a trace could not be written or handed to on_trace_ready: {type(problem).__name__}: {problem}"
+            ) from problem
 
     def start(self) -> None:
         self._profile.start()
 
     def step(self) -> None:
-        """A call of the engine is over; moves a schedule on."""
+        """A call of the engine is over; moves a schedule on. Raises CommbenchError where a trace could not be written,
+        and where on_trace_ready raised."""
         if self._scheduled:
             self._profile.step()
+            self._tell()
 
     def collect(self, on: bool) -> None:
         """Stop and go on collecting, within the profile."""
         self._profile.toggle_collection_dynamic(on, self._profile.activities)
 
     def stop(self) -> None:
+        """Raises CommbenchError as ``step``."""
         self._profile.stop()
+        self._tell()
 
 
 class Profiler(Observer):
