@@ -327,17 +327,20 @@ def _in_pairs(
     from commbench.analysis.canaries import compare_canaries, launch_values
     from commbench.analysis.gate import FEWEST_PAIRS, judge, screen
     from commbench.harness import ab
-    from commbench.harness.ab_sides import side_fingerprint
+    from commbench.harness.ab_sides import BASE, CAND, side_fingerprint
     from commbench.harness.environment.fingerprint import differences
     from commbench.harness.progress import watcher
+    from commbench.harness.run import estimate_s
+    from commbench.sweep import Expansion
 
-    by_policy = sides[ab.BASE].policy != sides[ab.CAND].policy
+    by_policy = sides[BASE].policy != sides[CAND].policy
     fingerprints = {side: side_fingerprint(what, measure.device) for side, what in sides.items()}
     rule = flags.rule(list(fingerprints.values()), FEWEST_PAIRS)
 
     def stage(label: str, chosen: Mapping[str, Sequence[Point]], seed: int) -> Mapping[str, Run]:
         total = sum(len(p) for p in chosen.values()) * pairs
-        with watcher(total, quiet=quiet, estimate_s=0.0) as on_event:
+        seconds = sum(estimate_s(Expansion(tuple(p), {}), spec) for p in chosen.values())
+        with watcher(total, quiet=quiet, estimate_s=seconds) as on_event:
             return ab.run_stage(
                 directory / label,
                 sides,
@@ -359,7 +362,7 @@ def _in_pairs(
     if suspects:
         keyed = {s: [p for p in of if _identity(p, by_policy) in suspects.relaunch] for s, of in points.items()}
         if not quiet:
-            click.echo(f"confirm: {len(keyed[ab.BASE])} suspect points, {pairs} fresh pairs", err=True)
+            click.echo(f"confirm: {len(keyed[BASE])} suspect points, {pairs} fresh pairs", err=True)
         second = stage(CONFIRM, keyed, measure.seed + 1)
         confirmed, more = _compared(second, by_policy, sides)
         problems += more
@@ -370,10 +373,10 @@ def _in_pairs(
             for stage_number, run in enumerate(runs)
             for canary, values in launch_values(run[side].manifest.get("launches", [])).items()
         }
-        for side in (ab.BASE, ab.CAND)
+        for side in (BASE, CAND)
     )
     notes = _canary_notes(before, after)
-    notes += [f"environment: {text}" for text in differences(fingerprints[ab.BASE], fingerprints[ab.CAND])]
+    notes += [f"environment: {text}" for text in differences(fingerprints[BASE], fingerprints[CAND])]
     judgement = judge(
         screened,
         rule,
@@ -382,8 +385,8 @@ def _in_pairs(
         problems=problems,
         confirmation=(suspects, confirmed),
     )
-    names = (sides[ab.BASE].name, sides[ab.CAND].name)
-    return Judged(judgement, screened, names, (first[ab.BASE].manifest, first[ab.CAND].manifest))
+    names = (sides[BASE].name, sides[CAND].name)
+    return Judged(judgement, screened, names, (first[BASE].manifest, first[CAND].manifest))
 
 
 def _identity(point: Any, by_policy: bool) -> str:

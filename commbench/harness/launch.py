@@ -425,7 +425,7 @@ class Again:
     offset: int = 0
 
 
-NOTHING_AGAIN = Again()
+NOTHING_AGAIN: Again = Again()
 
 
 def left_over(

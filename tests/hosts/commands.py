@@ -36,6 +36,17 @@ def ended(jobs: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     return found
 
 
+def said_until(job: subprocess.Popen[str], words: str) -> str:
+    """What a command says on stderr, up to a line with these words. It must end by itself where it never says them."""
+    assert job.stderr is not None
+    said = ""
+    for line in job.stderr:
+        said += line
+        if words in line:
+            return said
+    raise AssertionError(said)
+
+
 def rows(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "points.jsonl").read_text().splitlines()]
 

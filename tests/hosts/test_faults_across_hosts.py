@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 
 from commbench.store.run import open_run
-from tests.hosts.commands import assert_nothing_is_left, command, command_on, ended, manifest, ranks_of, start
+from tests.hosts.commands import (
+    assert_nothing_is_left,
+    command,
+    command_on,
+    ended,
+    manifest,
+    ranks_of,
+    said_until,
+    start,
+)
 from tests.hosts.commands import wait_until_they_measure as measures
 from tests.hosts.machines import Host, hosts, wait_for, why_not
 
@@ -26,7 +35,6 @@ pytestmark = [
 ]
 POINTS = ["--collectives", "all_reduce", "--sizes", "8,1KiB,8KiB,64KiB", "--backends", "auto"]
 LONG = ["--max-time-per-point", "3s", "--target-ci", "0.001%"]
-SOON = ["--join-timeout", "10s"]  # and no longer for a host that was lost to come back
 
 
 @pytest.fixture
@@ -103,28 +111,31 @@ def test_a_pulled_cable_is_noticed_and_the_sweep_goes_on_when_it_is_back(survive
 
 def test_a_host_that_is_cut_off_for_good_ends_the_sweep_with_its_name(tmp_path: Path, two: list[Host]) -> None:
     out = tmp_path / "run"
-    jobs = start(two, 2, out, *POINTS, *LONG, *SOON)
+    # and no longer for a host that was lost to come back
+    jobs = start(two, 2, out, *POINTS, *LONG, "--join-timeout", "15s")
     measures(jobs, out)
     two[1].cable("down")
     (code, said), (other_code, other_said) = ended(jobs)
     assert_nothing_is_left(two)
     assert code == 1
-    assert "node 1 (hostb) did not come back within 10 s; node 0 (hosta) is here" in said
+    assert "node 1 (hostb) did not come back within 15 s; node 0 (hosta) is here" in said
     assert other_code == 1
-    assert "node 1 (hostb) could not come back to node 0 at 10.87.0.1:29400 within 10 s" in other_said
+    assert "node 1 (hostb) could not come back to node 0 at 10.87.0.1:29400 within 15 s" in other_said
     assert manifest(out)["outcome"] == "failed"
 
 
-def test_a_hosts_command_that_is_killed_ends_the_sweep_which_goes_on_until_node_0_is_stopped(
+def test_a_hosts_command_that_is_killed_costs_its_point_and_the_run_goes_on_until_node_0_is_stopped(
     tmp_path: Path, two: list[Host]
 ) -> None:
     out = tmp_path / "run"
-    jobs = start(two, 2, out, *POINTS, *LONG, *SOON)
+    jobs = start(two, 2, out, *POINTS, *LONG)
     measures(jobs, out)
     command_on(two[1]).kill()
+    wait_for(lambda: open_run(out).rows(), 30, "the point has failed")
+    no_ranks(two)
+    command_on(two[0]).send_signal(signal.SIGTERM)  # it waits for the other to come back, as for one that is cut off
     (code, said), (other_code, _) = ended(jobs)
-    assert (code, other_code) == (1, -signal.SIGKILL)
-    assert "node 1 (hostb) did not come back within 10 s" in said
+    assert (code, other_code) == (130, -signal.SIGKILL), said
     (row,) = open_run(out).rows()
     assert row["status"] == "failed"
     assert row["reason"].startswith("node 1 (hostb) was lost: its command has ended")
@@ -132,9 +143,9 @@ def test_a_hosts_command_that_is_killed_ends_the_sweep_which_goes_on_until_node_
     assert left.name.startswith("commbench-node-")
 
     # the same commands again, with another timeout: that is no part of what is measured
-    where = ["--node-rank", "0", "--rdzv-endpoint", "10.87.0.1:29400", "--point-timeout", "100s", *SOON]
+    where = ["--node-rank", "0", "--rdzv-endpoint", "10.87.0.1:29400", "--point-timeout", "100s"]
     first = two[0].start([*command(two[0], 2)[:4], "--resume", str(out), *where])
-    second = two[1].start(command(two[1], 2, *POINTS, *LONG, "--point-timeout", "90s", *SOON))
+    second = two[1].start(command(two[1], 2, *POINTS, *LONG, "--point-timeout", "90s"))
     measures([first, second], out, 2)
     assert not left.exists(), "the next command on that host takes it away"
     command_on(two[0]).send_signal(signal.SIGTERM)
@@ -148,13 +159,14 @@ def test_a_hosts_command_that_is_killed_ends_the_sweep_which_goes_on_until_node_
 
 def test_no_rank_of_another_host_outlives_node_0s_command_that_is_killed(tmp_path: Path, two: list[Host]) -> None:
     out = tmp_path / "run"
-    jobs = start(two, 2, out, *POINTS, *LONG, *SOON)
+    jobs = start(two, 2, out, *POINTS, *LONG)
     measures(jobs, out)
     command_on(two[0]).kill()
+    said = said_until(jobs[1], "trying to come back for 30 s")  # as when it is cut off
+    assert "launch 0: node 0 was lost: its command has ended" in said
     no_ranks(two)
-    (_, _), (other_code, other_said) = ended(jobs)
+    command_on(two[1]).send_signal(signal.SIGTERM)
+    _, (other_code, _) = ended(jobs)
     assert_nothing_is_left(two)
-    assert other_code == 1
-    assert "node 0 was lost (its command has ended); trying to come back for 10 s" in other_said
-    assert "could not come back to node 0 at 10.87.0.1:29400 within 10 s" in other_said
+    assert other_code == 130
     assert manifest(out)["outcome"] == "running"
