@@ -21,6 +21,7 @@ Array = NDArray[np.float64]
 EXACT_FLIPS = 14  # pairs from which a sign-flip test can reach p = 1e-4 (2^-14 = 6e-5)
 MOST_EXACT_FLIPS = 16  # pairs up to which all 2^n flips are tried; above, as many random ones
 AT_ONCE = 4_000_000  # pairwise differences held at a time
+SHUFFLES = 4000  # of launches between the sides: p values in steps of 1/4001
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,3 +227,113 @@ def sign_flip_p(differences: Array, margin: float, seed: int = 0) -> float:
         signs[0] = 1.0
     sums = signs @ values
     return float((sums >= values.sum() - 1e-12).mean())
+
+
+# ---- many series at once -------------------------------------------------------------------------------------------
+
+
+def prior_variance(variances: Array, df: float) -> tuple[float, float]:
+    """(degrees of freedom, variance) of what all series say of one series' variance, before its own is looked at.
+
+    variances: of many series, each on df degrees of freedom. They are taken for draws around true variances that
+    themselves scatter as a scaled inverse chi-squared; the moments of their logarithms give its two numbers (Smyth,
+    Statistical Applications in Genetics and Molecular Biology 3, 2004, 6.2). Infinite degrees of freedom: they differ
+    no more than chance makes them. (0, nan) where fewer than two are above zero.
+    """
+    from scipy.special import digamma, polygamma
+
+    positive = variances[variances > 0]
+    if len(positive) < 2:
+        return 0.0, math.nan
+    logs = np.log(positive) - float(digamma(df / 2)) + math.log(df / 2)
+    excess = float(logs.var(ddof=1)) - float(polygamma(1, df / 2))
+    if excess <= 0:
+        return math.inf, float(np.exp(logs.mean()))
+    half = _inverse_trigamma(excess)
+    return 2 * half, float(np.exp(logs.mean() + float(digamma(half)) - math.log(half)))
+
+
+def _inverse_trigamma(value: float) -> float:
+    """x with trigamma(x) = value, by Newton's method on its reciprocal, which is nearly linear (Smyth, 2004)."""
+    from scipy.special import polygamma
+
+    x = 0.5 + 1 / value
+    for _ in range(50):
+        trigamma = float(polygamma(1, x))
+        step = trigamma * (1 - trigamma / value) / float(polygamma(2, x))
+        x += step
+        if abs(step) < 1e-10 * x:
+            break
+    return x
+
+
+def changed_p(base: Array, cand: Array, seed: int = 0) -> Array:
+    """One-sided p of 'no slower at all' per series, adjusted over all of them: step-down maxT with shuffled launches
+    (Westfall & Young, Resampling-Based Multiple Testing, 1993).
+
+    base, cand: (series, launches), NaN where there is none. If nothing changed, launches could have been on either
+    side: all series' launches are shuffled together, so whatever is common to the series of a launch stays so, and no
+    distribution is assumed. The statistic is a t whose variance is drawn towards that of all series (Smyth, 2004): ten
+    launches alone tell a variance so badly that a t on them would find little among hundreds. At most SHUFFLES random
+    shuffles; p is never below 1/(shuffles + 1), nor far below one over the number of ways to shuffle.
+    """
+    series, count = len(base), base.shape[1] + cand.shape[1]
+    if not series or base.shape[1] == 0 or cand.shape[1] == 0:
+        return np.full(series, np.nan)
+    together = np.concatenate([base, cand], axis=1)
+    there = np.isfinite(together)
+    centred = np.where(there, together - row_means(together)[:, None], 0.0)
+    rng = np.random.default_rng(seed)
+    mine = np.zeros((count, SHUFFLES + 1))  # column: which launches are the candidate's
+    mine[base.shape[1] :, 0] = 1.0
+    for k in range(1, SHUFFLES + 1):
+        mine[rng.permutation(count)[: cand.shape[1]], k] = 1.0
+    n = there.sum(axis=1).astype(np.float64)
+    total = (centred**2).sum(axis=1)
+    first = _split(centred, there, n, mine[:, :1])
+    df = np.maximum(n - 2, 0.0)
+    usual = float(np.median(df))
+    some = df > 0
+    within = np.where(some, (total - first[1][:, 0]) / np.where(some, df, 1), 0.0)
+    prior_df, prior = prior_variance(within[df == usual], usual) if usual > 0 else (0.0, math.nan)
+
+    def statistic(rows: Any, columns: Array) -> Array:
+        difference, between, parts = _split(centred[rows], there[rows], n[rows], columns)
+        left = np.maximum(total[rows][:, None] - between, 0.0)
+        if math.isinf(prior_df):
+            variance = np.full_like(left, prior)
+        elif prior_df > 0:
+            variance = (prior_df * prior + left) / (prior_df + df[rows][:, None])
+        else:
+            variance = left / np.maximum(df[rows], 1)[:, None]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            t = difference / np.sqrt(variance * parts)
+        return np.where(np.isfinite(t), t, np.where(difference > 0, np.inf, -np.inf))
+
+    own = statistic(np.arange(series), mine[:, :1])[:, 0]
+    order = np.argsort(own, kind="stable")  # smallest first: a series competes with those below it only
+    adjusted = np.empty(series)
+    highest = np.full(SHUFFLES + 1, -np.inf)
+    step = max(1, AT_ONCE // (SHUFFLES + 1))
+    for k in range(0, series, step):
+        rows = order[k : k + step]
+        running = np.maximum(np.maximum.accumulate(statistic(rows, mine), axis=0), highest)
+        adjusted[rows] = (running >= own[rows][:, None] - 1e-12).mean(axis=1)
+        highest = running[-1]
+    # the largest first: none has a smaller p than one above it
+    adjusted[order[::-1]] = np.maximum.accumulate(adjusted[order[::-1]])
+    return adjusted
+
+
+def _split(centred: Array, there: NDArray[np.bool_], n: Array, mine: Array) -> tuple[Array, Array, Array]:
+    """Per series and column of ``mine``: candidate's mean minus the others', the sum of squares that the split
+    explains, and 1/n_candidate + 1/n_others."""
+    counts = there.astype(np.float64) @ mine
+    others = n[:, None] - counts
+    sums = centred @ mine
+    with np.errstate(divide="ignore", invalid="ignore"):
+        parts = 1 / counts + 1 / others
+        difference = sums / counts + sums / others  # centred: the others' sum is minus this one
+        explained = difference**2 / parts
+    known = (counts > 0) & (others > 0)
+    return np.where(known, difference, 0.0), np.where(known, explained, 0.0), np.where(known, parts, np.inf)

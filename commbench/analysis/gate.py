@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commbench.analysis.canaries import Canary
-from commbench.analysis.compare import BETWEEN_NIGHTS, BOTH, IDLE, MISSING, NEW, Comparison, percent
+from commbench.analysis.compare import BETWEEN_LAUNCHES, BETWEEN_NIGHTS, BOTH, IDLE, MISSING, NEW, Comparison, percent
 from commbench.analysis.effects import (
     Array,
     Effects,
     benjamini_hochberg,
+    changed_p,
     hodges_lehmann,
     holm,
     row_means,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 QUIET_MARGIN = 0.01
 SHARED_MARGIN = 0.03  # on virtual machines and in containers, whose neighbours one does not know
 ALPHA = 0.05
+POINTS_SHARE = 0.4  # of alpha; families get the rest
 SCREEN_ALPHA = 0.02
 FEWEST_LAUNCHES = 8  # of each side of stored runs, and nights of a history
 FEWEST_PAIRS = 5
@@ -58,7 +60,7 @@ class Rule:
     """What counts as slower.
 
     margin: slowdowns up to it are nobody's business (a fraction). alpha: chance of a false red in a whole night, at
-    most, if nothing got slower than the margin; half of it goes to families, half to single points. screen_alpha: per
+    most, if nothing got slower; POINTS_SHARE of it goes to single points, the rest to families. screen_alpha: per
     test of an A/B screen. fewest: launches (pairs, nights) below which nothing is judged. sensitivity: a family in
     which only a slowdown larger than this would be found (with 80 % power) is too noisy to be green.
     """
@@ -76,7 +78,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class SlowPoint:
-    """A point that was shown to be slower. p is adjusted (Holm)."""
+    """A point that was shown to be slower. p is adjusted for all points that were tested."""
 
     label: str
     ratio: float
@@ -177,8 +179,22 @@ def _tests(comparison: Comparison, rule: Rule, only: Suspects | None = None) -> 
         families &= comparison.families["family"].isin(only.families).to_numpy()
     point_p = np.where(points, comparison.point_effects.p_slower(rule.log_margin), np.nan)
     family_p = np.where(families, comparison.family_effects.p_slower(rule.log_margin), np.nan)
-    share = rule.alpha / 2 if points.any() and families.any() else rule.alpha
-    return _Tests(points, families, holm(point_p), holm(family_p), share, share)
+    point_alpha = rule.alpha * (POINTS_SHARE if families.any() else 1)
+    family_alpha = rule.alpha * (1 - POINTS_SHARE if points.any() else 1)
+    stored = only is None and comparison.unit == BETWEEN_LAUNCHES
+    point_p = _changed(comparison, points, point_p, point_alpha) if stored else holm(point_p)
+    return _Tests(points, families, point_p, holm(family_p), point_alpha, family_alpha)
+
+
+def _changed(comparison: Comparison, points: NDArray[np.bool_], against_margin: Array, level: float) -> Array:
+    """Adjusted p of the single points of stored runs: that of having become slower at all, over all points; and of
+    those that have, if larger, that of being slower by no more than the margin (Holm over them)."""
+    p = np.full(len(points), np.nan)
+    sides = comparison.aligned
+    p[points] = changed_p(sides.base[points], sides.cand[points])
+    found = np.flatnonzero(points & (np.nan_to_num(p, nan=1.0) <= level))
+    p[found] = np.maximum(p[found], holm(against_margin[found]))
+    return p
 
 
 # ---- screening ------------------------------------------------------------------------------------------------------
@@ -225,10 +241,11 @@ def judge(
 ) -> Judgement:
     """Verdicts by the stored rule, or by the confirmation of an A/B screen if one is given.
 
-    Stored: one-sided t against the margin for every family and every point, Holm at alpha/2 over the families and at
-    alpha/2 over the points. A/B: the same tests on the confirmation's fresh launches, over the suspects only (None as
-    its comparison: nothing was suspect). A canary that moved makes every family inconclusive. problems: what is wrong
-    with the runs as a whole (a candidate that is not complete): then the night cannot be green.
+    Stored: one-sided t against the margin for every family, Holm; every point by maxT over shuffled launches, and the
+    points that became slower against the margin (see ``_changed``). History: t against the margin for families and
+    points, Holm. A/B: the same on the confirmation's fresh launches, over the suspects only (None as its comparison:
+    nothing was suspect). A canary that moved makes every family inconclusive. problems: what is wrong with the runs as
+    a whole (a candidate that is not complete): then the night cannot be green.
     """
     moved = _moved(canaries)
     suspects, confirmed = (None, None) if confirmation is None else confirmation

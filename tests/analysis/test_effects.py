@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from commbench.analysis.effects import (
     against_nights,
     benjamini_hochberg,
+    changed_p,
     hodges_lehmann,
     holm,
     paired,
+    prior_variance,
     row_medians,
     sign_flip_p,
     welch,
@@ -179,3 +181,72 @@ def test_power_is_what_was_promised() -> None:
     reach = float(np.median(probe.smallest_found(margin, alpha)))
     effects = welch(rng.normal(0, cv, (4000, launches)), rng.normal(reach, cv, (4000, launches)))
     assert 0.75 <= (effects.p_slower(margin) <= alpha).mean() <= 0.88
+
+
+# ---- many series at once --------------------------------------------------------------------------------------------
+
+
+def test_one_series_has_the_p_of_all_ways_to_share_its_launches_out() -> None:
+    rng = np.random.default_rng(4)
+    base, cand = rng.normal(0, 1, (1, 5)), rng.normal(1, 1, (1, 5))
+    together = np.concatenate([base, cand], axis=1)[0]
+    every = [together[list(own)].sum() for own in itertools.combinations(range(10), 5)]
+    exact = np.mean([total >= cand.sum() - 1e-12 for total in every])
+    assert changed_p(base, cand)[0] == pytest.approx(exact, abs=0.02)
+
+
+@pytest.mark.parametrize("common", [0.0, 0.05])
+def test_among_series_that_did_not_change_one_is_found_as_seldom_as_the_level_says(common: float) -> None:
+    """Also where all series of a launch share a factor; 300 nights of 30 series, 5 %."""
+    rng = np.random.default_rng(6)
+    red = 0
+    for _ in range(300):
+        base, cand = rng.normal(0, 0.05, (2, 30, 8)) + common * rng.normal(0, 1, (2, 1, 8))
+        red += changed_p(base, cand).min() <= 0.05
+    assert 2 <= red <= 25  # 15 expected; 99 % of binomial draws
+
+
+def test_the_variance_of_one_series_is_told_by_all_where_they_are_alike() -> None:
+    """A shift of two standard deviations among 300 series: a t on its own launches has a power of about a third."""
+    rng = np.random.default_rng(7)
+    found, alone = [], []
+    for _ in range(30):
+        base, cand = rng.normal(0, 0.05, (2, 300, 10))
+        cand[3] += 0.1
+        found.append(changed_p(base, cand)[3] <= 0.025)
+        alone.append(holm(welch(base, cand).p_slower(0.0))[3] <= 0.025)
+    assert np.mean(found) >= 0.6
+    assert np.mean(alone) <= 0.6 * np.mean(found)
+
+
+def test_adjusted_p_values_come_in_the_order_of_the_changes() -> None:
+    rng = np.random.default_rng(8)
+    base, cand = rng.normal(0, 0.05, (2, 40, 10))
+    cand += np.linspace(0, 0.3, 40)[:, None]
+    p = changed_p(base, cand)
+    assert p[-1] == pytest.approx(1 / 4001)
+    assert np.corrcoef(np.argsort(np.argsort(p)), np.arange(40))[0, 1] < -0.8
+
+
+def test_launches_that_are_missing_and_series_without_scatter_are_coped_with() -> None:
+    rng = np.random.default_rng(9)
+    base, cand = rng.normal(0, 0.05, (2, 20, 10))
+    base[0, :3] = np.nan
+    base[1], cand[1] = 1.0, 1.0
+    p = changed_p(base, cand)
+    assert np.isfinite(p).all()
+    assert p[1] > 0.5
+    assert changed_p(np.empty((0, 10)), np.empty((0, 10))).shape == (0,)
+
+
+def test_what_all_variances_say_of_one() -> None:
+    rng = np.random.default_rng(10)
+    alike = 4.0 * rng.chisquare(18, 5000) / 18
+    df, variance = prior_variance(alike, 18)
+    assert df > 300
+    assert variance == pytest.approx(4.0, rel=0.02)
+    true = 4.0 * 6 / rng.chisquare(6, 20000)  # scaled inverse chi-squared on 6 degrees of freedom
+    df, variance = prior_variance(true * rng.chisquare(18, 20000) / 18, 18)
+    assert df == pytest.approx(6, rel=0.1)
+    assert variance == pytest.approx(4.0, rel=0.05)
+    assert prior_variance(np.zeros(5), 18)[0] == 0

@@ -74,6 +74,20 @@ def test_a_slowdown_within_the_margin_is_let_be() -> None:
     assert stored(base, cand, Rule(margin=0.005)).status == Status.REGRESSION
 
 
+def test_points_that_changed_by_less_than_the_margin_are_let_be() -> None:
+    """0.8 % slower, surely so: single points of different families, against a margin of 1 %."""
+    quiet = {"cv": 0.0005}
+    slow = [p for p in POINTS if p.size_bytes == 512]
+    base = side_frame(POINTS, seed=1, **quiet)
+    found = {}
+    for percent in (0.8, 2.0):
+        factor = 1 + percent / 100
+        cand = side_frame(POINTS, seed=2, slower=lambda p, f=factor: f if p in slow else 1.0, **quiet)
+        found[percent] = [len(v.slow_points) for v in stored(base, cand).verdicts]
+    assert sum(found[0.8]) == 0
+    assert sum(found[2.0]) == len(slow)
+
+
 def test_too_few_launches_are_inconclusive_however_slow() -> None:
     judgement = stored(side_frame(POINTS, launches=7), side_frame(POINTS, launches=7, slower=lambda p: 3.0))
     assert judgement.exit_code == 3

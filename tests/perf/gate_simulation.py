@@ -52,15 +52,18 @@ def frame(points: list[Point], launches: int) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class World:
-    """How launch medians scatter. shared: part of the variance that all points of a launch have in common."""
+    """How launch medians scatter. shared: part of the variance that all points of a launch have in common. unlike:
+    standard deviation over points of the logarithm of their own scatter (0: all have the same)."""
 
     cv: float = 0.02
     shared: float = 0.5
     heavy: float = 0.0  # share of launches that are 20 % slower
+    unlike: float = 0.0
 
     def draw(self, rng: np.random.Generator, points: int, launches: int) -> np.ndarray:
         common = rng.normal(0, self.cv * math.sqrt(self.shared), launches)
         own = rng.normal(0, self.cv * math.sqrt(1 - self.shared), (points, launches))
+        own *= np.exp(np.random.default_rng(points).normal(0, self.unlike, points))[:, None]
         slow = math.log(1.2) * (rng.random((points, launches)) < self.heavy)
         return common + own + slow
 
@@ -180,6 +183,7 @@ def main() -> None:
         "cv 2 %": World(0.02), "cv 5 %": World(0.05), "cv 10 %": World(0.10),
         "cv 10 %, points independent": World(0.10, shared=0.0),
         "cv 2 %, 5 % of launches +20 %": World(0.02, heavy=0.05),
+        "cv 5 %, of points 2 to 13 %": World(0.05, shared=0.0, unlike=0.5),
     }  # fmt: skip
     for name, world in worlds.items():
         shares = {f: red_share(nights_of(f, nights, world, none, 10, points, 1)) for f in ("ab", "stored", "history")}
