@@ -52,7 +52,7 @@ if there("commbench"):
     found |= {
         "version": commbench.__version__, "path": commbench.__path__[0], "schema": SCHEMA_VERSION,
         "rank": first(ranks), "agent": first(agents), "fingerprint": first(fingerprints), "heartbeat": page,
-        "binds": there("commbench.harness.launchers.binding"),
+        "binds": bool(first(["commbench.harness.launchers.binding", "commbench.harness.binding"])),
         "settings": [f.name for f in fields(Settings)], "point": [f.name for f in fields(Point)],
         "backends": list(BACKENDS), "collectives": list(COLLECTIVES),
     }
@@ -96,7 +96,7 @@ class AbSide:
         if self.program.python != sys.executable:
             parts.append(self.program.python)
         parts += [f"{k}={v}" for k, v in self.program.variables.items()]
-        return " ".join(p for p in parts if p) or ("baseline" if self.side == BASE else "candidate")
+        return " ".join(p for p in parts if p) or "this commbench"
 
 
 def make_side(side: str, python: str | None, variables: Sequence[str], policy: str | None) -> AbSide:
@@ -144,7 +144,7 @@ def check_side(side: AbSide, spec: SweepSpec, points: Sequence[Point], settings:
     known = side.known
     if known is None:
         return
-    usual = Settings().to_dict()
+    usual = Settings(tp=spec.ranks).to_dict()  # one group of all ranks is what there was before groups had a size
     strange = [name for name, value in settings.to_dict().items()
                if value != usual[name] and name not in known.settings | _WAITING]  # fmt: skip
     strange += ["bind"] if spec.bind and not known.binds else []
@@ -161,8 +161,8 @@ def check_side(side: AbSide, spec: SweepSpec, points: Sequence[Point], settings:
         )
     if strange:
         raise UsageError(
-            f"{what} does not know {', '.join(strange)}, which the sweep asks for; leave it out of the sweep, or take "
-            "a newer baseline"
+            f"{what} does not know {', '.join(strange)}, which the sweep asks for; leave it out of the sweep, or "
+            "install a newer commbench there"
         )
 
 

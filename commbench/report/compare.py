@@ -67,7 +67,7 @@ def print_comparison(
 ) -> None:
     """Families, then the worst ``rows`` points (None: all), then changed picks and missing points."""
     counts = counts_of(comparison)
-    head = Text.assemble(("candidate ", "dim"), (names[1], "bold"), (" over baseline ", "dim"), (names[0], "bold"))
+    head = Text.assemble(("candidate: ", "dim"), (names[1], "bold"), ("; baseline: ", "dim"), (names[0], "bold"))
     console.print(head)
     if forced:
         console.print(Text(f"⚠ forced: {'; '.join(forced)}", style="bold yellow"))
@@ -249,7 +249,7 @@ def print_judgement(judgement: Judgement, console: Console, *, names: tuple[str,
     rule = judgement.rule
     console.print(
         Text(
-            f"candidate {names[1]} against {names[0]}; {judgement.method}; margin {rule.margin:.1%}, "
+            f"candidate: {names[1]}; baseline: {names[0]}; {judgement.method}; margin {rule.margin:.1%}, "
             f"alpha {rule.alpha:g}",
             style="dim",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 MOST_FAMILIES = 40
 MOST_PANELS = 12
+CHARACTERS_PER_INCH = 14.5  # of the subtitle's letters
+MOST_LINES = 3  # of the subtitle
 LARGEST_SHOWN = 8.0  # times: intervals are cut there, so that one wild point does not flatten the others
 RC: Any = {
     "font.family": "DejaVu Sans",
@@ -89,7 +92,7 @@ def draw_comparison(
     Nothing is drawn when nothing could be compared. Raises OSError when the folder cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    subtitle = f"candidate {names[1]} over baseline {names[0]}; 95 % intervals {comparison.unit}"
+    subtitle = f"candidate: {names[1]}; baseline: {names[0]}; 95 % intervals {comparison.unit}"
     if forced:
         subtitle += f"\n⚠ forced: {'; '.join(forced)[:150]}"
     with matplotlib.rc_context(RC):
@@ -158,7 +161,10 @@ def _interval(axes: Axes, row: dict[str, Any], place: float, scale: _Scale) -> N
 
 def _titles(figure: Figure, title: str, subtitle: str, height: float) -> None:
     figure.text(0.12 / figure.get_figwidth(), 1 - 0.12 / height, title, va="top", fontsize=11, fontweight="bold")
-    figure.text(0.12 / figure.get_figwidth(), 1 - 0.36 / height, subtitle, va="top", fontsize=7.5, color="#555555")
+    width = int(figure.get_figwidth() * CHARACTERS_PER_INCH)
+    lines = [line for text in subtitle.split("\n") for line in textwrap.wrap(text, width)]
+    shown = "\n".join([*lines[: MOST_LINES - 1], *([" …"] if len(lines) > MOST_LINES else lines[MOST_LINES - 1 :])])
+    figure.text(0.12 / figure.get_figwidth(), 1 - 0.36 / height, shown, va="top", fontsize=7.5, color="#555555")
 
 
 def _points(comparison: Comparison, subtitle: str) -> Figure | None:

@@ -53,7 +53,7 @@ def python_of(tmp_path: Path) -> Callable[..., str]:
 
 def older(**changes: Any) -> dict[str, str]:
     """A commbench as it was once: other places for its modules, fewer settings and backends; and a torch."""
-    facts = {"schema": SCHEMA_VERSION, "settings": ["seed", "sync", "device", "backends", "patience_s", "tp"],
+    facts = {"schema": SCHEMA_VERSION, "settings": ["seed", "sync", "device", "backends", "patience_s"],
              "fields": list(POINT.to_dict()), "backends": ["torch_dist", "shm"], **changes}  # fmt: skip
     record = "from dataclasses import make_dataclass\n"
     return {
@@ -132,16 +132,19 @@ def test_a_python_that_is_too_old_or_no_python_is_refused(tmp_path: Path, said: 
 
 
 def asked(side: AbSide, point: Point = POINT, bind: str = "", **settings: Any) -> None:
-    check_side(side, SweepSpec(bind=bind), [point], Settings(**settings))
+    spec = SweepSpec(bind=bind, tp=settings.setdefault("tp", 2), pp=settings.get("pp", 1))
+    check_side(side, spec, [point], Settings(**settings))
 
 
 def test_a_side_that_would_measure_something_else_is_refused(python_of: Callable[..., str]) -> None:
     side = make_side(BASE, python_of(older()), [], None)
     asked(side, sync="barrier")  # it knows this one
     asked(side, patience_s=99.0)  # and waits in its own way
+    asked(side, tp=2)  # all ranks are one group there
     for strange, expected in (
         ({"graph_timing": "chained"}, "does not know graph_timing"),
         ({"loop": "native"}, "does not know loop"),
+        ({"tp": 2, "pp": 2}, "does not know tp, pp"),
         ({"bind": "core"}, "does not know bind"),
         ({"point": Point("all_reduce", "sum", "float32", 64, 2, backend="fake")}, "does not know backend fake"),
         ({"point": Point("all_gather", "", "float32", 64, 2)}, "does not know collective all_gather"),
