@@ -361,7 +361,6 @@ class CustomAllReduceBackend(Backend):
         self._rank_data = torch.empty(RANK_DATA_BYTES, dtype=torch.uint8, device=self.group.device)
         self._handle = self._functions.init(self._flags.pointers, self._rank_data, self.group.rank, self.nvlink)
         self._functions.register_buffer(self._handle, self._buffers.pointers)
-        self._all_reduce = self._functions.all_reduce
 
     # ---- calls ------------------------------------------------------------------------------------------------
 
@@ -375,16 +374,29 @@ class CustomAllReduceBackend(Backend):
             return f"{call.size_bytes} bytes is not a multiple of {PACK}"
         return beyond_cap(call, self.max_bytes, MAX_BYTES_VARIABLE)
 
+    def bound(self, call: CallSignature) -> Callable[..., None]:
+        return self._path(in_place=call.placement == "in", eager=call.mode == "eager")
+
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
-        self.calls += 1
-        if output.data_ptr() % PACK or not output.is_contiguous():  # the kernel writes whole packs
-            target = torch.empty_like(input)
-            self._reduce(input, target)
-            output.copy_(target.view(output.shape))
-        elif self._capturing:
-            self._reduce(input, output)
-        else:
-            self._all_reduce(self._handle, input, output, self._own, self.max_bytes)
+        self._path(in_place=False, eager=False)(input, output, op)
+
+    def _path(self, *, in_place: bool, eager: bool) -> Callable[..., None]:
+        """all_reduce. in_place: the output is always the input, which is dense. eager: outside of captures only."""
+        operation, own, max_bytes = self._functions.all_reduce, self._own, self.max_bytes
+
+        def all_reduce(input: torch.Tensor, output: torch.Tensor, op: str) -> None:
+            self.calls += 1
+            # the kernel writes whole packs
+            if output.data_ptr() % PACK or not (in_place or output.is_contiguous()):
+                target = torch.empty_like(input)
+                self._reduce(input, target)
+                output.copy_(target.view(output.shape))
+            elif eager or not self._capturing:
+                operation(self._handle, input, output, own, max_bytes)
+            else:
+                self._reduce(input, output)
+
+        return all_reduce
 
     def _reduce(self, input: torch.Tensor, output: torch.Tensor) -> None:
         # In place the others would read what this rank has already written, so the input is copied there too.
@@ -395,9 +407,9 @@ class CustomAllReduceBackend(Backend):
             and not input.data_ptr() % PACK
             and devices.is_capturing()
         ):
-            self._all_reduce(self._handle, input, output, 0, 0)
+            self._functions.all_reduce(self._handle, input, output, 0, 0)
         else:
-            self._all_reduce(self._handle, input, output, self._own, self.max_bytes)
+            self._functions.all_reduce(self._handle, input, output, self._own, self.max_bytes)
 
     # ---- graphs -----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -123,17 +123,23 @@ class NcclSymmBackend(PyNcclBackend):
 
     # ---- calls ------------------------------------------------------------------------------------------------
 
-    def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
-        low, high = self._low, self._high
-        if low <= input.data_ptr() < high and low <= output.data_ptr() < high:
-            super().all_reduce(input, output, op)
-            return
-        self.calls += 1
-        shared = self._buffer.views(input.dtype)[input.shape]
-        shared.copy_(input)
-        address = shared.data_ptr()
-        self._reduce(address, address, input.numel(), DTYPE_CODES[input.dtype], OP_CODES[op])
-        output.copy_(shared if output.shape == input.shape else shared.view(output.shape))
+    def _path(self, dtype: torch.dtype, numel: int, op: str, *, in_place: bool) -> Callable[..., None]:
+        inside = super()._path(dtype, numel, op, in_place=in_place)
+        views, dtype_code, op_code = self._buffer.views(dtype), DTYPE_CODES[dtype], OP_CODES[op]
+
+        def all_reduce(input: torch.Tensor, output: torch.Tensor, op: str) -> None:
+            low, high = self._low, self._high
+            if low <= input.data_ptr() < high and low <= output.data_ptr() < high:
+                inside(input, output, op)
+                return
+            self.calls += 1
+            shared = views[input.shape]
+            shared.copy_(input)
+            address = shared.data_ptr()
+            self._reduce(address, address, numel, dtype_code, op_code)
+            output.copy_(shared if output.shape == input.shape else shared.view(output.shape))
+
+        return all_reduce
 
     @contextmanager
     def capture(self) -> Iterator[None]:

@@ -432,22 +432,36 @@ class PyNcclBackend(Backend):
 
     def _reduce(self, source: int, target: int, count: int, dtype: int, op: int) -> None:
         """ncclAllReduce of addresses."""
-        kind = count << 8 | dtype << 3 | op
-        if kind in self._connected:
-            code = self._all_reduce(source, target, count, dtype, op, self._handle, self._stream())
-        else:
-            what = "ncclAllReduce"
-            call = functools.partial(self._all_reduce, source, target, count, dtype, op, self._handle, self._stream())
-            code = self._first(kind, what, call)
-        if code:
-            self._done(code, "ncclAllReduce")
+        call = functools.partial(self._all_reduce, source, target, count, dtype, op, self._handle, self._stream())
+        self._run(("ncclAllReduce", count, dtype, op), "ncclAllReduce", call)
+
+    def bound(self, call: CallSignature) -> Callable[..., None]:
+        if call.collective != "all_reduce":
+            return super().bound(call)
+        return self._path(getattr(torch, call.dtype), call.numel, call.op, in_place=call.placement == "in")
 
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
-        self.calls += 1
-        target = output if output.is_contiguous() else devices.dense(output)
-        self._reduce(input.data_ptr(), target.data_ptr(), input.numel(), DTYPE_CODES[input.dtype], OP_CODES[op])
-        if target is not output:
-            output.copy_(target)
+        self._path(input.dtype, input.numel(), op, in_place=False)(input, output, op)
+
+    def _path(self, dtype: torch.dtype, numel: int, op: str, *, in_place: bool) -> Callable[..., None]:
+        """all_reduce of so many elements of one dtype. in_place: the output is always the input, which is dense."""
+        function, stream, connected = self._all_reduce, self._stream, self._connected
+        dtype_code, op_code = DTYPE_CODES[dtype], OP_CODES[op]
+        kind = "ncclAllReduce", numel, dtype_code, op_code
+
+        def all_reduce(input: torch.Tensor, output: torch.Tensor, op: str) -> None:
+            self.calls += 1
+            target = output if in_place or output.is_contiguous() else devices.dense(output)
+            if kind in connected:
+                code = function(input.data_ptr(), target.data_ptr(), numel, dtype_code, op_code, self._handle, stream())
+                if code:
+                    self._done(code, "ncclAllReduce")
+            else:
+                self._reduce(input.data_ptr(), target.data_ptr(), numel, dtype_code, op_code)
+            if target is not output:
+                output.copy_(target)
+
+        return all_reduce
 
     def all_gather(self, input: torch.Tensor, output: torch.Tensor) -> None:
         self.calls += 1

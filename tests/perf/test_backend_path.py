@@ -20,7 +20,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.perf
-UNIT_LIMIT = 14  # a bare call with seven arguments takes 80 to 100 ns there
+UNIT_LIMIT = 12  # a bare call with seven arguments takes 80 to 100 ns there
 WITH_COORDINATOR = "ca"  # the one whose path is also measured from the coordinator's method on, in place as engines do
 BACKENDS = ("pynccl", "symm_mem_twoshot", "ca", "qr", "pymscclpp", "flashinfer")
 
@@ -73,6 +73,10 @@ def _set_up() -> Any:
         address, timeout_s = 1, 1.0
 
         def __init__(self, *_: Any) -> None: ...
+
+        def in_time(self, what: str, call: Any) -> int:
+            call()
+            return 0
 
     pynccl.Communicator = Communicator  # type: ignore[assignment, misc]
     symmetric.empty = lambda *size, dtype, device: torch.empty(*size, dtype=dtype)  # type: ignore[assignment]
