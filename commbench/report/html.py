@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,7 @@ def _figures(plots: Sequence[Plot], directory: Path) -> list[dict[str, Any]]:
 def _run_facts(summary: Summary, name: str) -> dict[str, Any]:
     return {
         "name": name,
-        "directory": str(summary.run.directory),
+        "directory_word": shlex.quote(str(summary.run.directory)),
         "level": summary.level,
         "verdict": summary.verdict,
         "what": what_was_measured(summary),

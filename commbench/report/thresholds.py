@@ -51,6 +51,7 @@ def thresholds_of(summary: Summary, points: pd.DataFrame) -> tuple[list[Threshol
         for _, size, strictness, what in found:
             if low <= size <= high:
                 sized = what if format_size(size) in what else f"{what} ({strictness} {format_size(size)})"
+                sized = sized.replace("<=", "≤").replace(">=", "≥")
                 texts[size, f"{name}: {sized}" if len(policies) > 1 else sized] = None
     return [Threshold(size, text) for size, text in sorted(texts)], "; ".join(notes)
 

@@ -188,9 +188,11 @@ def open_run(path: str | Path) -> Run:
         raise StoreError(f"{directory} is not a run directory: it has no {schema.MANIFEST}")
     try:
         manifest = json.loads(manifest_path.read_text())
-        version = manifest["schema_version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise StoreError(f"{manifest_path} is not a readable manifest: {error}") from error
+    if not isinstance(manifest, dict) or "schema_version" not in manifest:
+        raise StoreError(f"{manifest_path} is no manifest of a run: it has no schema_version; name a run directory")
+    version = manifest["schema_version"]
     if not isinstance(version, int) or version > schema.SCHEMA_VERSION:
         raise StoreError(
             f"{directory} has schema version {version}, newer than the {schema.SCHEMA_VERSION} "

@@ -97,6 +97,12 @@ def test_the_page_begins_with_what_where_and_how_it_went(build_run: Build) -> No
 
 
 @pytest.mark.usefixtures("no_plots")
+def test_the_command_that_makes_the_page_again_can_be_pasted(build_run: Build, tmp_path: Path) -> None:
+    folder = build_run(grid(sizes=[64])).rename(tmp_path / "my run")
+    assert f"commbench report '{folder}'" in Page(write_report([folder])).text
+
+
+@pytest.mark.usefixtures("no_plots")
 def test_problems_and_their_reasons_come_before_all_figures(build_run: Build) -> None:
     points = grid(sizes=[64, 128, 512], world_size=8)
     problems = {points[0].point_id: ("wrong", "3 elements differ"), points[1].point_id: ("failed", "rank 5 died")}

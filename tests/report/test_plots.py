@@ -298,6 +298,11 @@ def test_the_map_draws_the_thresholds_of_the_policy_where_they_are(
     assert "shm takes sizes < 4 KiB" in texts(figures[3])
 
 
+def test_a_threshold_that_is_reached_itself_has_the_sign_for_it(build_run: Build, figures: list[Figure]) -> None:
+    plot(build_run(grid(sizes=[1024, 1 << 20])))
+    assert "shm: one-shot up to here, two-shot above (≤ 64 KiB)" in texts(figures[3])
+
+
 def test_a_policy_that_is_no_longer_there_leaves_a_note(build_run: Build, figures: list[Figure]) -> None:
     plot(build_run([Point("all_reduce", "sum", "float32", 64, 2, policy="gone")]))
     assert any("thresholds not drawn: unknown policy 'gone'" in text for text in texts(figures[3]))
