@@ -280,7 +280,7 @@ def test_nothing_is_left_of_an_engine_whose_driver_is_killed_while_ranks_start(a
     # what ranks that were not there yet could not remove, the next engine or sweep does
     assert all(left.name.startswith("commbench-engine-") for left in tmp_path.iterdir())
     code = "from commbench.harness.supervision.scratch import remove_stale_folders as r; r()"
-    assert run_script(code, TMPDIR=str(tmp_path)).wait() == 0
+    assert run_script(code, TMPDIR=str(tmp_path)).communicate() == ("", "")
     assert list(tmp_path.iterdir()) == []
 
 

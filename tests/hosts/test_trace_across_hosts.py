@@ -22,7 +22,7 @@ pytestmark = [
 def test_the_first_hosts_trace_has_the_ranks_of_both_and_each_adds_up(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with hosts(2) as made:
-        options = ["--collectives", "all_reduce", "--sizes", "1KiB", "--trace", "--profile", "--bind", "none"]
+        options = ["--collectives", "all_reduce", "--sizes", "1KiB", "--trace", "--bind", "none"]
         (code, said), (other_code, other_said) = ended(start(made, 2, out, *options))
         assert_nothing_is_left(made)
     assert code == 0, said
@@ -40,5 +40,3 @@ def test_the_first_hosts_trace_has_the_ranks_of_both_and_each_adds_up(tmp_path: 
     shares = [int(found) for line in listed(out) for found in re.findall(r"adds up to (\d+)%", line)]
     assert len(shares) == 2
     assert all(90 <= share <= 100 for share in shares), listed(out)
-    # profiles stand where the ranks are: those of the other host's are not asked for
-    assert [path.name for path in (out / "profiles").iterdir()] == ["launch-0.rank-0.trace.json"]
