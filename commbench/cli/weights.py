@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from commbench.cli._optional import named
-from commbench.errors import Interrupted, SpecError
+from commbench.errors import CommbenchError, Interrupted, SpecError
 from commbench.units import decimal_size, format_size, parse_duration, parse_size
 
 DEFAULT_BUCKETS = "1MiB,16MiB,64MiB,256MiB"
@@ -66,7 +66,7 @@ def command(
     order = list(sizes)
     random.Random(seed).shuffle(order)
     rows: dict[int, dict[str, Any]] = {}
-    interrupted = False
+    ended: KeyboardInterrupt | CommbenchError | None = None
     try:
         with Engine(tp=tp, device=device) as engine:
             for size in order:
@@ -84,10 +84,10 @@ def command(
                     },
                 )  # fmt: skip
                 (rows[size],) = found
-    except KeyboardInterrupt:
-        interrupted = True
+    except (KeyboardInterrupt, CommbenchError) as error:  # what is finished is reported all the same
+        ended = error
         if not rows:
-            raise Interrupted("interrupted before the first bucket size was measured") from None
+            raise
     sizes = [size for size in sizes if size in rows]
     page = write_report([folder / _name(size) for size in sizes], folder / "report")
     results = [_result(size, rows[size]) for size in sizes]
@@ -103,8 +103,10 @@ def command(
         for result in results:
             click.echo(_line(result))
         click.echo(f"report: {page}")
-    if interrupted:
-        raise Interrupted(f"interrupted; {len(sizes)} of {len(order)} bucket sizes are kept in {folder}")
+    if isinstance(ended, KeyboardInterrupt):
+        raise Interrupted(f"interrupted; {len(sizes)} of {len(order)} bucket sizes are kept in {folder}") from ended
+    if ended is not None:
+        raise ended
     return 1 if any(row["status"] in FAILING for row in rows.values()) else 0
 
 

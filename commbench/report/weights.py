@@ -106,12 +106,13 @@ def draw_synced(found: Sequence[Synced], directory: Path, *, machines: str, mark
     width, height = _LEFT + 2 * _PANEL[0] + _GAP + 0.25, head + _PANEL[1] + 0.62
     figure = Figure(figsize=(width, height), dpi=120, facecolor="white")
     y = height - 0.1
-    for text, count, step, style in (
+    blocks: list[tuple[str, int, float, dict[str, Any]]] = [
         (title, 1, 0.29, {"fontsize": 12, "fontweight": "bold"}),
         (told, lines, 0.18, {"fontsize": 8.5, "color": "#555555"}),
         (marks, mark_lines, 0.19, {"fontsize": 9, "color": PROBLEM, "fontweight": "bold"}),
-    ):
-        figure.text(0.15 / width, y / height, text, va="top", **style)
+    ]
+    for block, count, step, style in blocks:
+        figure.text(0.15 / width, y / height, block, va="top", **style)
         y -= step * count
     if legend:
         figure.legend(

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from commbench.cli.weights import command
-from commbench.errors import SpecError, StoreError, UsageError
+from commbench.errors import Interrupted, SpecError, StoreError, UsageError
 from commbench.harness.environment.comparable import compare_manifests
 from commbench.store.run import open_run
 
@@ -49,6 +49,32 @@ def test_each_bucket_size_has_a_time_to_sync_a_rate_and_a_run(tmp_path: Path) ->
     assert "settings.bucket_bytes: 1024 → 1048576" in compare_manifests(small, large).refusals
 
 
+def test_an_interrupted_command_reports_the_bucket_sizes_that_it_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from commbench.harness.engine.driver import Engine
+
+    measure = Engine.measure_weights
+    calls: list[int] = []
+
+    def interrupted(self: Engine, *args: Any, **keywords: Any) -> Any:
+        calls.append(keywords["bucket_bytes"])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measure(self, *args, **keywords)
+
+    monkeypatch.setattr(Engine, "measure_weights", interrupted)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    out = tmp_path / "out"
+    words = ["--device", "cpu", "--bucket-size", "1KiB,1MiB,2MiB", "--max-time-per-point", "50ms", "--out", str(out)]
+    done = run(str(tmp_path), *words, "--json")
+    assert isinstance(done.exception, Interrupted)
+    assert str(done.exception) == f"interrupted; 1 of 3 bucket sizes are kept in {out}"
+    document: dict[str, Any] = json.loads(done.stdout)
+    assert [result["bucket_bytes"] for result in document["buckets"]] == calls[:1]
+    assert (out / "report" / "plots" / "weights.png").exists()
+
+
 def test_bad_input_is_named_before_anything_starts(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
@@ -60,10 +86,10 @@ def test_bad_input_is_named_before_anything_starts(tmp_path: Path) -> None:
         ([str(tmp_path / "text.json")], UsageError, "is not JSON"),
         ([str(config), "--bucket-size", "0"], SpecError, "must name sizes from 1 byte"),
         ([str(config), "--bucket-size", ","], SpecError, "must name sizes from 1 byte"),
-        ([str(config), "--bucket-size", "4q"], SpecError, "4q"),
+        ([str(config), "--bucket-size", "4q"], SpecError, "--bucket-size: size '4q' is not a number of bytes"),
         ([str(config), "--layers", "3"], UsageError, "3 layers of a model that has 2"),
         ([str(config), "--dtype", "int3"], UsageError, "dtype 'int3'"),
-        ([str(config), "--max-time-per-point", "soon"], SpecError, "soon"),
+        ([str(config), "--max-time-per-point", "soon"], SpecError, "--max-time-per-point: duration 'soon'"),
         ([str(config), "--out", str(tmp_path)], StoreError, "not empty"),
         ([str(config), "--tp", "1"], SpecError, "1 ranks cannot hold"),
     ):

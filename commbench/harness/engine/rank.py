@@ -278,8 +278,9 @@ class EngineRank:
 
     def do_stop_profile(self, message: Message, arrays: Sequence[torch.Tensor]) -> Reply:
         if self._profile is not None:
-            self._profile, self._last_profile = None, self._profile
-            self._last_profile.stop()
+            ended, self._profile = self._profile, None
+            self._last_profile = ended
+            ended.stop()
         if self._last_profile is None:
             raise EngineError("no profile runs; start_profile() starts one")
         return {"files": [str(path) for path in self._last_profile.files]}, ()
