@@ -376,7 +376,11 @@ def _in_pairs(
         for side in (BASE, CAND)
     )
     notes = _canary_notes(before, after)
-    notes += [f"environment: {text}" for text in differences(fingerprints[BASE], fingerprints[CAND])]
+    changed = differences(fingerprints[BASE], fingerprints[CAND])
+    notes += [f"environment: {text}" for text in changed]
+    base, cand = ((side.policy, side.program.variables, side.known) for side in (sides[BASE], sides[CAND]))
+    if not changed and base == cand:
+        notes.append("both sides run the same commbench in the same environment: what differs is chance")
     judgement = judge(
         screened,
         rule,

@@ -296,6 +296,7 @@ def ab_gate(commbench: Run, tmp_path: Path, *more: str) -> tuple[int, dict[str, 
 def test_ab_without_suspects_is_green_after_one_stage(commbench: Run, tmp_path: Path, scripted: dict[str, Any]) -> None:
     code, document = ab_gate(commbench, tmp_path)
     assert (code, document["method"]) == (0, "A/B, interleaved")
+    assert "both sides run the same commbench in the same environment: what differs is chance" in document["notes"]
     assert [name for name, _ in scripted["stages"]] == ["screen"]
 
 
