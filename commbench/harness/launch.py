@@ -349,7 +349,14 @@ class Launch:
         if self.program.launcher == "mpirun":
             cause, killed = mpi.cause(told), mpi.killed_process(told)
             if cause is None and killed is not None:
-                cause = next(((p.rank, -killed[1]) for p in self.pulses if p.pid == killed[0]), None)
+                seen = () if self.trouble is None else self.trouble.ranks
+                if killed[1] == signal.SIGKILL and len(seen) != 1:
+                    # the launcher ends the others in the same way, and may name one of them
+                    memory = ", the kernel ran out of memory" if self.out_of_memory else ""
+                    return f"a rank was killed by SIGKILL{memory}; mpirun does not tell which one was the first"
+                named = next((p.rank for p in self.pulses if p.pid == killed[0]), None)
+                first = seen[0] if len(seen) == 1 else named
+                cause = None if first is None else (first, -killed[1])
         else:
             cause = _torchrun_cause(told)
         # an MPI launcher ends the other ranks by SIGTERM, and MPICH's tells of the last one only

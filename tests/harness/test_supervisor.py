@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from commbench.harness.launch import Launch, Tail
+from commbench.harness.launchers.commands import Program
 from commbench.harness.ranks.rank import STACK_SIGNAL, log_path
 from commbench.harness.supervision.heartbeat import (
     BETWEEN,
@@ -411,12 +412,30 @@ def test_what_an_earlier_job_of_the_launch_told_does_not_count(tmp_path: Path) -
     assert launch.failure() == "a word"
 
 
-def ended_launch(tmp_path: Path, said: str, before: str = "") -> Launch:
+@pytest.mark.parametrize(
+    ("number", "gone", "why"),
+    [
+        (9, (1,), "rank 1 was killed by SIGKILL"),
+        (9, (0, 1), "a rank was killed by SIGKILL; mpirun does not tell which one was the first"),
+        (11, (0, 1), "rank 0 was killed by SIGSEGV"),
+    ],
+)
+def test_mpich_which_ends_the_others_by_sigkill_is_not_believed_who_was_killed_first(
+    tmp_path: Path, number: int, gone: tuple[int, ...], why: str
+) -> None:
+    said = f"=   PID 100 RUNNING AT vm\nTERMINATED WITH THE EXIT STRING: Killed (signal {number})\n"
+    launch = ended_launch(tmp_path, said, launcher="mpirun")
+    launch.pulses = [pulse(0), pulse(1)]
+    launch.trouble = Trouble("dead", "they are gone", gone, 3)
+    assert launch.failure() == why
+
+
+def ended_launch(tmp_path: Path, said: str, before: str = "", launcher: str = "torchrun") -> Launch:
     """A launch whose launcher has ended, as its log tells. before: what the log held when the job began."""
-    log = tmp_path / "logs" / "launch-0.torchrun.log"
+    log = tmp_path / "logs" / f"launch-0.{launcher}.log"
     log.parent.mkdir()
     log.write_text(before + said)
-    launch = Launch(tmp_path, 0, 2, {3: POINT}, code=1)
+    launch = Launch(tmp_path, 0, 2, {3: POINT}, Program(launcher=launcher), code=1)
     launch._logs_from = {log: len(before)}
     launch.asked = launch._signal_told()
     return launch
