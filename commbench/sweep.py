@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -293,6 +294,8 @@ def _names(key: str, value: Any) -> Names:
 def _whole(key: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise SpecError(f"{value!r} is not a whole number")
+    if key == "seed" and value < 0:
+        raise SpecError(f"{value} is negative; seeds start at 0")
     if key in ("tp", "pp", "ep") and value < 1:
         raise SpecError(f"{value} ranks cannot hold a collective; it takes at least 2")
     if key == "nnodes" and value < 1:
@@ -325,6 +328,11 @@ def _word(key: str, value: Any) -> str:
             raise SpecError(f"{value!r} is no {what}; allowed: {', '.join(filter(None, allowed))}")
     if key == "skew" and value:
         parse_skew(value)
+    if key == "mpirun_options":
+        try:
+            shlex.split(value)
+        except ValueError as error:
+            raise SpecError(f"{value!r} is no command line: {error}") from None
     if key == "name" and (not value.strip() or not value.isprintable() or os.sep in value):
         raise SpecError(f"{value!r} is no name for a run's folder; take letters, digits and hyphens")
     return value
@@ -382,7 +390,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise SpecError(f"{path} is not valid TOML: {error}") from error
     flat: dict[str, Any] = {"name": path.stem}
     for key, value in document.items():
-        if key in ("name", "description") and isinstance(value, str):
+        if key in ("name", "description"):
             flat[key] = value
         elif key in _TABLES:
             if not isinstance(value, dict):

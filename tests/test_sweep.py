@@ -1,5 +1,6 @@
 """Sweep specifications: what they accept, how they unfold, what they say when they are wrong."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,21 @@ def test_points_are_distinct() -> None:
         ({"ops": "avg", "dtypes": "int8"}, "op avg does not exist for int8"),
         ({"placement": "out", "collectives": "broadcast"}, "broadcast has no out-place form"),
         ({"colectives": "all_reduce"}, "unknown key"),
+        ({"seed": -1}, "seed: -1 is negative"),
+        ({"mpirun_options": "-x 'A"}, "no command line: No closing quotation"),
+        ({"tp": True}, "True is not a whole number"),
+        ({"tp": "four"}, "'four' is not a whole number"),
+        ({"name": 3}, "3 is no text"),
+        ({"name": "a/b"}, "'a/b' is no name for a run's folder"),
+        ({"name": " "}, "' ' is no name for a run's folder"),
+        ({"device": 3}, "3 is no text"),
+        ({"dtypes": [1, 2]}, r"dtypes: \[1, 2\] is no list of names"),
+        ({"policy": ""}, "policy: is empty"),
+        ({"sizes": 3.5}, "3.5 is no size"),
+        ({"sizes": [8, True]}, "holds what is no size"),
+        ({"share_device": "maybe"}, "'maybe' is neither true nor false"),
+        ({"budget": [1, 2]}, r"budget: duration \[1, 2\]"),
+        ({"point_timeout": "100ms"}, "point_timeout: 0.1 s is not longer than"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named_with_its_value(settings: dict[str, object], message: str) -> None:
@@ -112,6 +128,21 @@ def test_bad_input_is_named_with_its_value(settings: dict[str, object], message:
 def test_a_message_names_the_flag_or_the_file_that_the_value_came_from() -> None:
     with pytest.raises(SpecError, match=r"^--dtypes: unknown dtype"):
         make_spec({"dtypes": "float31"}, {"dtypes": "--dtypes"})
+
+
+def test_a_spec_knows_which_settings_were_given_and_reads_back_from_what_json_holds() -> None:
+    spec = make_spec({"tp": 4, "dtypes": "int8", "budget": "2m"}, {})
+    assert spec.given == ("dtypes", "tp", "budget")
+    assert SweepSpec(**json.loads(json.dumps(spec.to_dict()))) == spec
+    with pytest.raises(AttributeError):
+        spec.tp = 2  # type: ignore[misc]
+
+
+def test_a_changed_spec_is_checked_and_keeps_what_else_was_given() -> None:
+    spec = make_spec({"tp": 4, "dtypes": "int8"}, {}).changed(tp=3, name="other")
+    assert (spec.tp, spec.dtypes, spec.name, spec.given) == (3, ("int8",), "other", ("name", "dtypes", "tp"))
+    with pytest.raises(SpecError, match="tp: 0 ranks"):
+        spec.changed(tp=0)
 
 
 def write(folder: Path, text: str) -> Path:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from commbench.errors import PolicyError, SpecError, unknown
+from commbench.errors import PolicyError, SpecError, UnknownName, unknown
 from commbench.policy.gates import GATES, Edge, Numbers, Size, Value, Words
 from commbench.policy.model import (
     TABLE_KEYS,
@@ -70,12 +70,15 @@ def read_policy(name: str) -> PolicyData:
 def _locate(name: str, relative_to: Path | None) -> Path:
     if name.endswith(".toml") or "/" in name:
         path = Path(name) if relative_to is None or Path(name).is_absolute() else relative_to / name
+        if path.is_dir():
+            raise PolicyError(f"policy {str(path)!r} is a folder; name a .toml file in it")
         if not path.is_file():
             raise PolicyError(f"policy file {str(path)!r} does not exist")
         return path.resolve()
     path = DATA / f"{name}.toml"
     if name not in shipped():
-        raise unknown("policy", name, [*shipped(), "or a path ending in .toml"])
+        known = ", ".join(sorted(shipped()))
+        raise UnknownName(f"unknown policy {name!r}; available: {known}, or a path ending in .toml")
     return path
 
 

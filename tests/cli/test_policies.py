@@ -78,6 +78,7 @@ def test_plot_draws_one_policy_or_two(commbench: Run, tmp_path: Path, names: tup
     ("arguments", "said"),
     [
         (("show", "sglang-9"), "unknown policy 'sglang-9'"),
+        (("show", "./"), "policy '.' is a folder; name a .toml file in it"),
         (("diff", "sglang-0.5.3", "sglang-9"), "unknown policy 'sglang-9'"),
         (("check", "sglang-0.5.3", "--gpu", "voodoo2"), "unknown gpu 'voodoo2'"),
         (("plot", "sglang-0.5.3", "vllm-0.33", "commbench", "--out", "x.png"), "a plot shows one policy or two, not 3"),
