@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -116,6 +117,12 @@ def test_names_and_kinds_that_do_not_exist_are_named(engine: Engine, tmp_path: P
     (tmp_path / "full" / "file").touch()
     with pytest.raises(StoreError, match="not empty"):
         engine.measure(collectives=["barrier"], out=tmp_path / "full")
+
+
+def test_ranks_hold_no_file_of_a_measurement_that_is_over(engine: Engine, tmp_path: Path) -> None:
+    engine.measure(collectives=["barrier"], out=tmp_path / "run", trace=True, **FAST)
+    for pid in engine.pids:
+        assert [f.path for f in psutil.Process(pid).open_files() if f.path.startswith(str(tmp_path))] == []
 
 
 def test_a_callback_hears_each_point_and_may_not_call_the_engine(engine: Engine) -> None:
@@ -289,7 +296,7 @@ def test_weights_that_cannot_be_are_named(engine: Engine) -> None:
         (["a"], ["float32"], [[-1]], {}, r"shape \(-1,\) has a negative size"),
         (["a"], ["float32"], [[8]], {"bucket_bytes": 0}, "bucket_bytes=0 must be"),
         (["a", "b"], ["float32"], [[8]], {}, "2 names, 1 dtypes and 1 shapes were given"),
-        (["a"], ["int3"], [[8]], {}, "'int3' is no torch dtype"),
+        (["a"], ["int33"], [[8]], {}, "'int33' is no torch dtype"),
     ):
         with pytest.raises(UsageError, match=told):
             engine.update_weights_from_distributed(names, dtypes, shapes, **more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import traceback
@@ -25,7 +26,8 @@ from commbench.harness.engine.start import Inbox
 from commbench.harness.environment.fingerprint import rank_facts
 from commbench.harness.order import shuffled
 from commbench.harness.ranks import worker
-from commbench.harness.supervision.heartbeat import BETWEEN, CALIBRATING, FINISHING, STAGES
+from commbench.harness.ranks.watch import Watch, closing
+from commbench.harness.supervision.heartbeat import BETWEEN, CALIBRATING, FINISHING
 from commbench.harness.views.profiling import RankProfile
 from commbench.harness.views.spans import Context
 from commbench.harness.views.tracing import RankTrace
@@ -176,40 +178,35 @@ class EngineRank:
         self._take_policies(message["policies"])
         queue = any(p.collective == "queue_broadcast" and p.group.partition(":")[0] == "world" for p in points)
         self._need([*settings.backends, *self._wanted(policies)], queue)
-        directory = message["directory"]
-        recorder = None
-        if self.rank == 0 and directory is not None:
-            recorder = worker.Recorder(Path(directory), 0)
-        started, first = self._canaries, FirstIteration()
+        directory, started, first = message["directory"], self._canaries, FirstIteration()
         parent = Context.read(message.get("traceparent"))
-        trace = None
-        if parent is not None:
-            trace = RankTrace(Path(directory), 0, self.rank, parent, time.time_ns())
-            trace.stage(STAGES[CALIBRATING])
-        model: dict[str, Any] = {"weight_numels": settings.weight_numels, "bucket_bytes": settings.bucket_bytes}
-        meter = self._new_meter(
-            settings,
-            keep=None if recorder is None else recorder.keep,
-            policies={name: self._policies[name] for name in policies},
-            places={name: replace(place, **model) for name, place in self._place(points).items()},
-            observers=[first] if trace is None else [first, trace],
-        )
-        if trace is not None:
-            trace.stage(STAGES[BETWEEN])
-        for row in meter.measure(shuffled(points, settings.seed, 0)):
-            if self.rank == 0:
-                if recorder is not None:
-                    recorder.append(row["point"], row["values"])
-                record = row_of(row["point"], {"run_id": message["run_id"], "launch": 0, **row["values"]})
-                self._link.send({"call": message["call"], "event": "point", "row": record})
-            if self._team.from_first(int(self._inbox.stopped == message["call"]))[0]:
-                break
-        if trace is not None:
-            trace.stage(STAGES[FINISHING])
-        if directory is not None:
-            self._canaries = canary.take(self._team)
-        if trace is not None:
-            trace.close()
+        trace = None if parent is None else RankTrace(Path(directory), 0, self.rank, parent, time.time_ns())
+        with contextlib.ExitStack() as stack:
+            watch = stack.enter_context(closing(Watch(trace)))
+            watch.stage(CALIBRATING)
+            recorder = None
+            if self.rank == 0 and directory is not None:
+                recorder = stack.enter_context(contextlib.closing(worker.Recorder(Path(directory), 0)))
+            model: dict[str, Any] = {"weight_numels": settings.weight_numels, "bucket_bytes": settings.bucket_bytes}
+            meter = self._new_meter(
+                settings,
+                keep=None if recorder is None else recorder.keep,
+                policies={name: self._policies[name] for name in policies},
+                places={name: replace(place, **model) for name, place in self._place(points).items()},
+                observers=[first, *watch.observers],
+            )
+            watch.stage(BETWEEN)
+            for row in meter.measure(shuffled(points, settings.seed, 0)):
+                if self.rank == 0:
+                    if recorder is not None:
+                        recorder.append(row["point"], row["values"])
+                    record = row_of(row["point"], {"run_id": message["run_id"], "launch": 0, **row["values"]})
+                    self._link.send({"call": message["call"], "event": "point", "row": record})
+                if self._team.from_first(int(self._inbox.stopped == message["call"]))[0]:
+                    break
+            watch.stage(FINISHING)
+            if directory is not None:
+                self._canaries = canary.take(self._team)
         reply = {"facts": self.facts(), "canaries": {"start": started, "end": self._canaries}}
         return {**reply, "began_ns": first.began_ns}, ()
 

@@ -45,6 +45,17 @@ class Watch:
 
 
 @contextlib.contextmanager
+def closing(watch: Watch) -> Iterator[Watch]:
+    """Close it at the end, with the first line of what went wrong."""
+    try:
+        yield watch
+    except BaseException as error:
+        watch.close(str(error).strip().partition("\n")[0] or type(error).__name__)
+        raise
+    watch.close()
+
+
+@contextlib.contextmanager
 def watching(directory: Path, launch: int, environment: Mapping[str, str] = os.environ) -> Iterator[Watch]:
     """Around a rank's work in a launch. A rank that cannot write to the run directory (of another host) has no trace
     and no profile, and says so in its log."""
@@ -57,10 +68,5 @@ def watching(directory: Path, launch: int, environment: Mapping[str, str] = os.e
             profiler = Profiler(RankProfile(directory / PROFILES_DIR, launch, rank, options))
     except OSError as error:
         print(f"rank {rank} is not traced: {error}", file=sys.stderr)  # noqa: T201 - its log
-    watch = Watch(trace, profiler)
-    try:
+    with closing(Watch(trace, profiler)) as watch:
         yield watch
-    except BaseException as error:
-        watch.close(str(error).strip().partition("\n")[0] or type(error).__name__)
-        raise
-    watch.close()

@@ -104,6 +104,11 @@ class Recorder:
         with self._writing():
             self._log.append(row_of(point, {"run_id": self._directory.name, "launch": self._launch, **values}))
 
+    def close(self) -> None:
+        for stream in (self._samples, self._log, self._stream):
+            with self._writing():
+                stream.close()
+
 
 def last_level_cache_bytes() -> int:
     """The largest cache that this process's first core can use, as sysfs tells; 32 MiB where it does not."""
