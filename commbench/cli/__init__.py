@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from commbench import __version__
+from commbench.cli._optional import Commands
 from commbench.errors import CommbenchError
 
 # command → its line in --help; the module commbench.cli.<name> holds it as `command`
@@ -39,7 +40,7 @@ class ReaderGone(Exception):
     """Who read our output has gone (head, less)."""
 
 
-class LazyGroup(click.Group):
+class LazyGroup(Commands):
     """Knows its commands by name; imports one when it is asked for."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -56,11 +57,6 @@ class LazyGroup(click.Group):
             return None
         command: click.Command = importlib.import_module(f"commbench.cli.{name}").command
         return command
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args and args[0] not in COMMANDS:
-            raise click.UsageError(f"no command {args[0]!r}; commands: {', '.join(COMMANDS)}")
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

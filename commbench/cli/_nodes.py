@@ -71,7 +71,9 @@ class Place:
     join_s: float
 
     def fit(self, flags: dict[str, Any], known: Mapping[str, Any]) -> None:
-        """Ranks in all from hosts and ranks per host, where nobody says how they are grouped."""
+        """Ranks in all from hosts and ranks per host, where nobody says how they are grouped. Raises SpecError."""
+        if self.ranks_here is not None and self.ranks_here < 1:
+            raise SpecError(f"--nproc-per-node {self.ranks_here}: a host has at least 1 rank")
         if self.ranks_here is not None and flags.get("tp") is None and "tp" not in known:
             flags["tp"] = (flags.get("nnodes") or 1) * self.ranks_here // max(1, flags.get("pp") or 1)
 
@@ -83,8 +85,8 @@ class Place:
                     raise SpecError(f"{flag} {value}: it is for several hosts; add --nnodes N")
         if self.ranks_here is not None and self.ranks_here * spec.nnodes != spec.ranks:
             raise SpecError(
-                f"--nproc-per-node {self.ranks_here} on {spec.nnodes} hosts makes {self.ranks_here * spec.nnodes} "
-                f"ranks, but tp × pp is {spec.ranks}"
+                f"--nproc-per-node {self.ranks_here} on {spec.nnodes} {'host' if spec.nnodes == 1 else 'hosts'} makes "
+                f"{self.ranks_here * spec.nnodes} ranks, but tp × pp is {spec.ranks}"
             )
 
     def among(self, count: int) -> tuple[int, str, int]:

@@ -1,9 +1,9 @@
-"""What click's commands lack: options whose value may be left out, and options in groups."""
+"""What click lacks: options whose value may be left out, options in groups, and commands that are told by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -45,6 +45,16 @@ def grouped(groups: Mapping[str, tuple[str, ...]], base: Kind = click.Command) -
                     formatter.write_dl(list(left.values()))
 
     return WithGroups
+
+
+class Commands(click.Group):
+    """A group that names its commands where one is asked for that it does not have."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and not args[0].startswith("-"):
+            raise click.UsageError(f"no command {args[0]!r}; commands: {', '.join(known)}")
+        return super().resolve_command(ctx, args)
 
 
 def named(option: str, parse: Callable[[str], Parsed], text: str) -> Parsed:

@@ -34,7 +34,9 @@ def command(out: Path, as_json: bool, preflight: bool, **flags: Any) -> None:
 
     Exit code 1 where a sweep cannot run at all. Nothing is changed and no variable of yours is overridden.
     """
-    place, count = _nodes.take(flags), flags["nnodes"] or 1
+    place, count = _nodes.take(flags), 1 if flags["nnodes"] is None else flags["nnodes"]
+    if count < 1:
+        raise click.UsageError(f"--nnodes {count}: it takes at least 1 host")
     if preflight:
         click.get_current_context().exit(_preflight(place, count, as_json))
     if count > 1:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from commbench.cli._optional import Commands
 from commbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _folder = click.option(
 )  # fmt: skip
 
 
-@click.group(context_settings={"max_content_width": 100})
+@click.group(cls=Commands, context_settings={"max_content_width": 100})
 def command() -> None:
     """Keep the runs of many nights, and see how points developed.
 

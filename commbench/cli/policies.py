@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 
+from commbench.cli._optional import Commands
 from commbench.cli.explain import request_of, request_options
 from commbench.policy import Policy, list_policies, load_policy
 
 
-@click.group(invoke_without_command=True, short_help="List, show, compare and check dispatch policies.")
+@click.group(cls=Commands, invoke_without_command=True, short_help="List, show, compare and check dispatch policies.")
 @click.pass_context
 def command(ctx: click.Context) -> None:
     """Dispatch policies: which backend an engine asks first, and when a backend accepts.

@@ -62,6 +62,11 @@ def test_the_options_of_a_sweep_stand_under_headings(commbench: Run) -> None:
         (("sweep", "--sizes", "9" * 400), "--sizes: size '9999"),
         (("sweep", "--budget", "9" * 400), "--budget: duration '9999"),
         (("explain", "--op", "xor"), "'xor' is not one of"),
+        (("doctor", "--preflight", "--nnodes", "0"), "--nnodes 0: it takes at least 1 host"),
+        (("policies", "shwo"), "no command 'shwo'; commands: check, diff, list, plot, show"),
+        (("history", "lsit"), "no command 'lsit'; commands: add, list, plot, show"),
+        (("sweep", "--nproc-per-node", "0"), "--nproc-per-node 0: a host has at least 1 rank"),
+        (("sweep", "--nproc-per-node", "3", "--tp", "2"), "--nproc-per-node 3 on 1 host makes 3 ranks"),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_told_with_its_option(commbench: Run, arguments: tuple[str, ...], said: str) -> None:
