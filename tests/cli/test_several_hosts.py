@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from commbench.cli._nodes import Place, take
+from commbench.cli._nodes import Place, digest, take
 from commbench.errors import SpecError
+from commbench.harness.run import prepare
+from commbench.store.run import Plan
 from commbench.sweep import make_spec
 
 VARIABLES = ("SLURM_NODEID", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -60,11 +62,20 @@ def test_what_is_missing_or_impossible_is_refused_with_the_flag_to_use() -> None
         Place(3, "n:1", None, 1.0).among(3)
 
 
+def test_hosts_with_other_timeouts_are_given_the_same_sweep_and_with_another_seed_they_are_not() -> None:
+    given: dict[str, Any] = {"tp": 2, "nnodes": 2, "device": "cpu", "sizes": "64", "point_timeout": 5.0}
+    digests = []
+    for change in ({}, {"point_timeout": 500.0}, {"seed": 9}):
+        expansion, settings = prepare(make_spec(given | change, {}))
+        digests.append(digest(Plan(expansion.points, settings.to_dict()), 1))
+    assert digests[0] == digests[1] != digests[2]
+
+
 def test_flags_that_contradict_each_other_are_refused() -> None:
     one = make_spec({"device": "cpu"}, {})
     with pytest.raises(SpecError, match="--node-rank 1: it is for several hosts; add --nnodes N"):
         Place(1, "", None, 1.0).check(one)
-    with pytest.raises(SpecError, match="--nproc-per-node 3 on 1 hosts makes 3 ranks, but tp × pp is 2"):
+    with pytest.raises(SpecError, match="--nproc-per-node 3 on 1 host makes 3 ranks, but tp × pp is 2"):
         Place(None, "", 3, 1.0).check(one)
     Place(None, "", 2, 1.0).check(one)
 
