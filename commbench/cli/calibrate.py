@@ -38,6 +38,7 @@ def _measure(tp: int, launches: int, directory: Path) -> Calibration:
     from commbench.errors import LaunchError
     from commbench.harness import run as harness
     from commbench.harness.progress import watcher
+    from commbench.store.run import check_writable
     from commbench.sweep import make_spec
 
     settings = {
@@ -51,6 +52,7 @@ def _measure(tp: int, launches: int, directory: Path) -> Calibration:
     }
     spec = make_spec(settings, {"tp": "--tp", "launches": "--launches"})
     expansion, how = harness.prepare(spec)
+    check_writable(directory)
     with watcher(len(expansion.points) * launches, quiet=False, estimate_s=harness.estimate_s(expansion, spec)) as show:
         run = harness.execute(spec, expansion, how, directory, show, sys.argv)
     try:

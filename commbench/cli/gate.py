@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from commbench.cli._optional import named
 from commbench.errors import CommbenchError, Interrupted, UsageError
 
 if TYPE_CHECKING:
@@ -61,10 +62,12 @@ class RuleFlags:
             raise UsageError(f"--fewest {self.fewest}: a scatter needs at least 2 launches")
         usual = SHARED_MARGIN if any(is_shared(f) for f in fingerprints) else QUIET_MARGIN
         return Rule(
-            margin=parse_percent(self.margin) if self.margin is not None else usual,
+            margin=named("--margin", parse_percent, self.margin) if self.margin is not None else usual,
             alpha=ALPHA if self.alpha is None else self.alpha,
             fewest=fewest if self.fewest is None else self.fewest,
-            sensitivity=SENSITIVITY if self.sensitivity is None else parse_percent(self.sensitivity),
+            sensitivity=SENSITIVITY
+            if self.sensitivity is None
+            else named("--sensitivity", parse_percent, self.sensitivity),
         )
 
 

@@ -101,6 +101,7 @@ def _measured(tp: int, policy: str, keep: Path | None, flags: dict[str, Any], qu
     from commbench.analysis.confirm import confirm, held_out_points, refinement
     from commbench.analysis.incumbent import Incumbent
     from commbench.analysis.tune import tune
+    from commbench.cli._optional import named
     from commbench.harness import run as harness
     from commbench.harness.progress import watcher
     from commbench.harness.supervision.scratch import scratch_folder
@@ -122,7 +123,7 @@ def _measured(tp: int, policy: str, keep: Path | None, flags: dict[str, Any], qu
         "launches": 5,
         "max_time_per_point": 0.5,
     }
-    budget = parse_duration(flags["budget"]) if flags["budget"] is not None else 270.0
+    budget = named("--budget", parse_duration, flags["budget"]) if flags["budget"] is not None else 270.0
     settings |= {k: v for k, v in flags.items() if v is not None and k not in ("budget", "backends")}
     source = {key: f"--{key.replace('_', '-')}" for key in settings}
     spec = make_spec(settings, source)

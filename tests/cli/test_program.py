@@ -12,6 +12,7 @@ import click
 import pytest
 
 from commbench.cli import COMMANDS, group
+from commbench.errors import SpecError
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -62,6 +63,7 @@ def test_the_options_of_a_sweep_stand_under_headings(commbench: Run) -> None:
         (("sweep", "--sizes", "9" * 400), "--sizes: size '9999"),
         (("sweep", "--budget", "9" * 400), "--budget: duration '9999"),
         (("explain", "--op", "xor"), "'xor' is not one of"),
+        (("tune", "--tp", "2", "--budget", "soon"), "--budget: duration 'soon' is not a time"),
         (("doctor", "--preflight", "--nnodes", "0"), "--nnodes 0: it takes at least 1 host"),
         (("policies", "shwo"), "no command 'shwo'; commands: check, diff, list, plot, show"),
         (("history", "lsit"), "no command 'lsit'; commands: add, list, plot, show"),
@@ -74,6 +76,14 @@ def test_a_bad_value_is_told_with_its_option(commbench: Run, arguments: tuple[st
     assert (code, out) == (2, "")
     assert said in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--margin", "--sensitivity"])
+def test_a_bad_share_is_told_with_its_option(flag: str) -> None:
+    from commbench.cli.gate import RuleFlags
+
+    with pytest.raises(SpecError, match=f"{flag}: 'x' is not a percentage"):
+        RuleFlags(**{"margin": None, "alpha": None, "fewest": None, "sensitivity": None, flag[2:]: "x"}).rule([], 8)
 
 
 def started(code: str, *, stdout: int, env: dict[str, str] | None = None, cwd: Path | None = None) -> tuple[int, str]:
