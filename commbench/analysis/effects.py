@@ -21,7 +21,7 @@ Array = NDArray[np.float64]
 EXACT_FLIPS = 14  # pairs from which a sign-flip test can reach p = 1e-4 (2^-14 = 6e-5)
 MOST_EXACT_FLIPS = 16  # pairs up to which all 2^n flips are tried; above, as many random ones
 AT_ONCE = 4_000_000  # pairwise differences held at a time
-SHUFFLES = 4000  # of launches between the sides: p values in steps of 1/4001
+SHUFFLES, FEWEST_SHUFFLES = 4000, 1000  # of launches between the sides: p values in steps of 1/4001, or of 1/1001
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +274,9 @@ def changed_p(base: Array, cand: Array, seed: int = 0) -> Array:
     base, cand: (series, launches), NaN where there is none. If nothing changed, launches could have been on either
     side: all series' launches are shuffled together, so whatever is common to the series of a launch stays so, and no
     distribution is assumed. The statistic is a t whose variance is drawn towards that of all series (Smyth, 2004): ten
-    launches alone tell a variance so badly that a t on them would find little among hundreds. At most SHUFFLES random
-    shuffles; p is never below 1/(shuffles + 1), nor far below one over the number of ways to shuffle.
+    launches alone tell a variance so badly that a t on them would find little among hundreds. SHUFFLES random shuffles,
+    of more than 500 series fewer, so that thousands take seconds; p is never below 1/(shuffles + 1), nor far below one
+    over the number of ways to shuffle.
     """
     series, count = len(base), base.shape[1] + cand.shape[1]
     if not series or base.shape[1] == 0 or cand.shape[1] == 0:
@@ -284,9 +285,10 @@ def changed_p(base: Array, cand: Array, seed: int = 0) -> Array:
     there = np.isfinite(together)
     centred = np.where(there, together - row_means(together)[:, None], 0.0)
     rng = np.random.default_rng(seed)
-    mine = np.zeros((count, SHUFFLES + 1))  # column: which launches are the candidate's
+    shuffles = max(FEWEST_SHUFFLES, min(SHUFFLES, 500 * SHUFFLES // series))
+    mine = np.zeros((count, shuffles + 1))  # column: which launches are the candidate's
     mine[base.shape[1] :, 0] = 1.0
-    for k in range(1, SHUFFLES + 1):
+    for k in range(1, shuffles + 1):
         mine[rng.permutation(count)[: cand.shape[1]], k] = 1.0
     n = there.sum(axis=1).astype(np.float64)
     total = (centred**2).sum(axis=1)
@@ -313,8 +315,8 @@ def changed_p(base: Array, cand: Array, seed: int = 0) -> Array:
     own = statistic(np.arange(series), mine[:, :1])[:, 0]
     order = np.argsort(own, kind="stable")  # smallest first: a series competes with those below it only
     adjusted = np.empty(series)
-    highest = np.full(SHUFFLES + 1, -np.inf)
-    step = max(1, AT_ONCE // (SHUFFLES + 1))
+    highest = np.full(shuffles + 1, -np.inf)
+    step = max(1, AT_ONCE // (shuffles + 1))
     for k in range(0, series, step):
         rows = order[k : k + step]
         running = np.maximum(np.maximum.accumulate(statistic(rows, mine), axis=0), highest)
