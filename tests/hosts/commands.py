@@ -76,7 +76,8 @@ def assert_nothing_is_left(made: list[Host]) -> None:
             lambda host=host: not [p for p in host.processes() if p.name() != "unshare"], 15, f"{host.name} is empty"
         )
         assert host.segments() == [], f"{host.name}'s shared memory"
-        assert list(host.temporary.iterdir()) == []
+        left = sorted(host.temporary.rglob("*"))
+        assert left == [], f"{host.name} still has {left}"
 
 
 def wait_until_they_measure(jobs: list[subprocess.Popen[str]], out: Path, job: int = 1) -> None:

@@ -506,7 +506,7 @@ class _Part:
             self.connection.send(done="spans", job=self.job, launch=launch, rank=rank, lines=lines)
 
     def end(self, failed: bool) -> str:
-        return ""
+        return f"node 0 was lost: {self.connection.lost}" if failed and self.connection.lost else ""
 
 
 def _states(message: Message, host: str) -> list[RankState]:
