@@ -130,9 +130,10 @@ def make_side(side: str, python: str | None, variables: Sequence[str], policy: s
         program = replace(
             own, module=facts["rank"], agent=facts["agent"], watched=facts["heartbeat"] == heartbeat.FORMAT
         )
-        names_of = {key: frozenset(facts[key]) for key in ("settings", "point", "backends", "collectives")}
-        plain = {key: facts[key] for key in ("version", "path", "schema", "fingerprint", "binds")}
-        known = Known(**plain, **names_of)
+        known = Known(
+            *(facts[key] for key in ("version", "path", "schema", "fingerprint", "binds")),
+            *(frozenset(facts[key]) for key in ("settings", "point", "backends", "collectives")),
+        )
     worker = program.module.rpartition(".")[0] + ".worker"
     _run([python, "-c", f"import torch.distributed.run, {worker}"], program, what)
     return AbSide(side, program, policy, known)
