@@ -82,7 +82,7 @@ class NcclSymmBackend(PyNcclBackend):
         try:
             together(self.group, self.name, lambda: self._register(address, size_bytes, window))
         except BackendUnavailable:
-            if self._comm.address:  # else a thread is still in NCCL with it
+            if not self._comm.left:
                 self._library.ncclMemFree(address)
             raise
         self._windows.append((address, window))
@@ -135,8 +135,7 @@ class NcclSymmBackend(PyNcclBackend):
             self.calls += 1
             shared = views[input.shape]
             shared.copy_(input)
-            address = shared.data_ptr()
-            self._reduce(address, address, numel, dtype_code, op_code)
+            self._reduce(shared, shared, numel, dtype_code, op_code)
             output.copy_(shared if output.shape == input.shape else shared.view(output.shape))
 
         return all_reduce
@@ -153,7 +152,8 @@ class NcclSymmBackend(PyNcclBackend):
                 self._library.ncclCommWindowDeregister(self._handle, window)
         super().close()
         for address, _ in self._windows:
-            self._library.ncclMemFree(address)
+            if not self._comm.left:
+                self._library.ncclMemFree(address)
         self._windows.clear()
 
 

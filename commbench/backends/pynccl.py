@@ -18,7 +18,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,7 @@ class Communicator:
         self.library, self.timeout_s, self._device = library, timeout_s, device
         self.handle = ctypes.c_void_p()
         self.address = 0
+        self.left = False  # a thread is still in a call of it
         name, made, config = UniqueId.from_buffer_copy(id_bytes), ctypes.c_void_p(), Config()
         what = "ncclCommInitRankConfig"
         try:
@@ -281,7 +282,7 @@ class Communicator:
 
     def leave(self) -> None:
         """Give it up without an end: a thread is still in a call of it, which goes with the process."""
-        self.handle, self.address = ctypes.c_void_p(), 0
+        self.handle, self.address, self.left = ctypes.c_void_p(), 0, True
 
     def close(self) -> None:
         """Finish what is queued and release it; left alone where that takes too long."""
@@ -376,14 +377,22 @@ class PyNcclBackend(Backend):
         finally:
             self._handle = self._comm.address  # 0 after an abort, which NCCL answers with an error
 
-    def _first(self, kind: Hashable, what: str, call: Callable[[], int]) -> int:
+    def _first(self, kind: Hashable, what: str, call: Callable[[], int], held: object) -> int:
         """The first call of a kind (function, size, dtype, op, peer), which may have to connect ranks: NCCL waits for
         them on the host without a limit. Raises PeerLost after the timeout; the communicator is then lost, for its call
-        goes on. During a capture, before which calls are made once, it runs as it is."""
+        goes on, and so must the tensors (held) that it has the addresses of. During a capture, before which calls are
+        made once, it runs as it is."""
         if devices.is_capturing():
             return call()
+
+        def holding() -> int:
+            code = call()
+            del kept[:]
+            return code
+
+        kept = [held]
         try:
-            code = self._comm.in_time(what, call)
+            code = self._comm.in_time(what, holding)
         except PeerLost:
             self._comm.leave()
             self._handle = 0
@@ -392,13 +401,13 @@ class PyNcclBackend(Backend):
             self._connected.add(kind)
         return code
 
-    def _run(self, kind: Hashable, what: str, call: Callable[[], int]) -> None:
-        """Make a call of that kind, whichever it is."""
-        code = call() if kind in self._connected else self._first(kind, what, call)
+    def _run(self, kind: Hashable, what: str, call: Callable[[], int], held: object) -> None:
+        """Make a call of that kind, whichever it is. held: the tensors that it has the addresses of."""
+        code = call() if kind in self._connected else self._first(kind, what, call, held)
         if code:
             self._done(code, what)
 
-    def _grouped(self, kind: tuple[Hashable, ...], *calls: Callable[[], int]) -> None:
+    def _grouped(self, kind: tuple[Hashable, ...], calls: Sequence[Callable[[], int]], held: object) -> None:
         """Calls that run as one: none of them waits for another. kind: what they are in words, and what they are alike
         in when they are made again."""
         self._check_alive()
@@ -414,7 +423,7 @@ class PyNcclBackend(Backend):
                 code = self._library.ncclGroupEnd()
             return problem or code
 
-        self._run(kind, str(kind[0]), group)
+        self._run(kind, str(kind[0]), group, held)
 
     def _check_alive(self) -> None:
         if not self._comm.address:
@@ -430,10 +439,13 @@ class PyNcclBackend(Backend):
             self._library.ncclRecv, part.data_ptr(), _bytes(part), _BYTE, peer, self._handle, self._stream()
         )
 
-    def _reduce(self, source: int, target: int, count: int, dtype: int, op: int) -> None:
-        """ncclAllReduce of addresses."""
-        call = functools.partial(self._all_reduce, source, target, count, dtype, op, self._handle, self._stream())
-        self._run(("ncclAllReduce", count, dtype, op), "ncclAllReduce", call)
+    def _reduce(self, source: torch.Tensor, target: torch.Tensor, count: int, dtype: int, op: int) -> None:
+        """ncclAllReduce of dense tensors."""
+        facts = count, dtype, op
+        call = functools.partial(
+            self._all_reduce, source.data_ptr(), target.data_ptr(), *facts, self._handle, self._stream()
+        )
+        self._run(("ncclAllReduce", *facts), "ncclAllReduce", call, (source, target))
 
     def bound(self, call: CallSignature) -> Callable[..., None]:
         if call.collective != "all_reduce":
@@ -457,7 +469,7 @@ class PyNcclBackend(Backend):
                 if code:
                     self._done(code, "ncclAllReduce")
             else:
-                self._reduce(input.data_ptr(), target.data_ptr(), numel, dtype_code, op_code)
+                self._reduce(input, target, numel, dtype_code, op_code)
             if target is not output:
                 output.copy_(target)
 
@@ -470,7 +482,7 @@ class PyNcclBackend(Backend):
         call = functools.partial(
             self._library.ncclAllGather, input.data_ptr(), target.data_ptr(), size, _BYTE, self._handle, self._stream()
         )
-        self._run(("ncclAllGather", size), "ncclAllGather", call)
+        self._run(("ncclAllGather", size), "ncclAllGather", call, (input, target))
         if target is not output:
             output.copy_(target)
 
@@ -481,7 +493,7 @@ class PyNcclBackend(Backend):
         call = functools.partial(
             self._library.ncclReduceScatter, input.data_ptr(), target.data_ptr(), *facts, self._handle, self._stream()
         )
-        self._run(("ncclReduceScatter", *facts), "ncclReduceScatter", call)
+        self._run(("ncclReduceScatter", *facts), "ncclReduceScatter", call, (input, target))
         if target is not output:
             output.copy_(target)
 
@@ -489,7 +501,7 @@ class PyNcclBackend(Backend):
         self.calls += 1
         address, facts = tensor.data_ptr(), (_bytes(tensor), _BYTE, src)
         call = functools.partial(self._library.ncclBroadcast, address, address, *facts, self._handle, self._stream())
-        self._run(("ncclBroadcast", *facts), "ncclBroadcast", call)
+        self._run(("ncclBroadcast", *facts), "ncclBroadcast", call, tensor)
 
     def reduce(self, input: torch.Tensor, output: torch.Tensor, dst: int, op: str) -> None:
         self.calls += 1
@@ -498,7 +510,7 @@ class PyNcclBackend(Backend):
         call = functools.partial(
             self._library.ncclReduce, input.data_ptr(), target.data_ptr(), *facts, self._handle, self._stream()
         )
-        self._run(("ncclReduce", *facts), "ncclReduce", call)
+        self._run(("ncclReduce", *facts), "ncclReduce", call, (input, target))
         if target is not output:
             output.copy_(target)
 
@@ -509,7 +521,7 @@ class PyNcclBackend(Backend):
         sources, targets = input.view(-1).chunk(n), target.view(-1).chunk(n)
         if input.numel():
             calls = [call for i in range(n) for call in (self._send(sources[i], i), self._recv(targets[i], i))]
-            self._grouped(("all_to_all of sends and receives", _bytes(sources[0])), *calls)
+            self._grouped(("all_to_all of sends and receives", _bytes(sources[0])), calls, (input, target))
         if target is not output:
             output.copy_(target)
 
@@ -520,7 +532,7 @@ class PyNcclBackend(Backend):
         if target is not None and input.numel():
             parts = target.view(-1).chunk(self.group.world_size)
             calls += [self._recv(part, i) for i, part in enumerate(parts)]
-        self._grouped(("gather of sends and receives", _bytes(input), dst), *calls)
+        self._grouped(("gather of sends and receives", _bytes(input), dst), calls, (input, target))
         if output is not None and target is not None and target is not output:
             output.copy_(target)
 
@@ -531,7 +543,7 @@ class PyNcclBackend(Backend):
         if input is not None and output.numel():
             parts = input.contiguous().view(-1).chunk(self.group.world_size)
             calls += [self._send(part, i) for i, part in enumerate(parts)]
-        self._grouped(("scatter of sends and receives", _bytes(output), src), *calls)
+        self._grouped(("scatter of sends and receives", _bytes(output), src), calls, (input, target))
         if target is not output:
             output.copy_(target)
 
@@ -539,19 +551,21 @@ class PyNcclBackend(Backend):
         self.calls += 1
         target = devices.dense(output)
         self._grouped(
-            ("a send and a receive", _bytes(input), dst, src), self._send(input, dst), self._recv(target, src)
+            ("a send and a receive", _bytes(input), dst, src),
+            [self._send(input, dst), self._recv(target, src)],
+            (input, target),
         )
         if target is not output:
             output.copy_(target)
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         self.calls += 1
-        self._run(("ncclSend", _bytes(tensor), dst), "ncclSend", self._send(tensor, dst))
+        self._run(("ncclSend", _bytes(tensor), dst), "ncclSend", self._send(tensor, dst), tensor)
 
     def recv(self, tensor: torch.Tensor, src: int) -> None:
         self.calls += 1
         target = devices.dense(tensor)
-        self._run(("ncclRecv", _bytes(tensor), src), "ncclRecv", self._recv(target, src))
+        self._run(("ncclRecv", _bytes(tensor), src), "ncclRecv", self._recv(target, src), target)
         if target is not tensor:
             tensor.copy_(target)
 
@@ -570,7 +584,7 @@ class PyNcclBackend(Backend):
                     )
                 )
             first += rows
-        self._grouped(("all_gatherv of broadcasts", row, *sizes), *calls)
+        self._grouped(("all_gatherv of broadcasts", row, *sizes), calls, (input, target))
         if target is not output:
             output.copy_(target)
 
@@ -590,14 +604,13 @@ class PyNcclBackend(Backend):
                     )
                 )  # fmt: skip
             first += rows
-        self._grouped(("reduce_scatterv of reductions", row, input.dtype, op, *sizes), *calls)
+        self._grouped(("reduce_scatterv of reductions", row, input.dtype, op, *sizes), calls, (input, target))
         if target is not output:
             output.copy_(target)
 
     def barrier(self) -> None:
         self.calls += 1
-        address = self._one.data_ptr()
-        self._reduce(address, address, 1, DTYPE_CODES[torch.float32], OP_CODES["max"])
+        self._reduce(self._one, self._one, 1, DTYPE_CODES[torch.float32], OP_CODES["max"])
         self.wait()
 
     def wait(self) -> None:
