@@ -49,6 +49,7 @@ def test_each_bucket_size_has_a_time_to_sync_a_rate_and_a_run(tmp_path: Path) ->
     assert "settings.bucket_bytes: 1024 → 1048576" in compare_manifests(small, large).refusals
 
 
+@pytest.mark.slow
 def test_an_interrupted_command_reports_the_bucket_sizes_that_it_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ def test_closing_ends_the_ranks_and_later_calls_say_so() -> None:
             call()
 
 
+@pytest.mark.slow
 def test_a_thread_that_waits_in_a_call_hears_when_another_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (calls, job):
         monkeypatch.setattr(module, "GRACE_S", 0.5)
