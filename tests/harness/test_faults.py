@@ -32,7 +32,7 @@ from commbench.native import segment
 from commbench.store.run import Plan, PointLog, create, open_run, row_of
 from commbench.sweep import make_spec
 from commbench.types import Point
-from tests.harness.faults import DRIVER, DURATION_S, SPEC, Sweep, can_unshare, events
+from tests.harness.faults import DRIVER, DURATION_S, SPEC, Sweep, can_unshare, events, quick_stacks
 
 needs_namespaces = pytest.mark.skipif(not can_unshare(), reason="this system lets no process have mounts of its own")
 MIDDLE = 30  # a call in the middle of blocks of samples: what is checked first is over
@@ -195,7 +195,7 @@ def test_what_went_wrong_can_be_repeated(survived: Sweep) -> None:
 
 @pytest.mark.slow
 def test_of_four_ranks_the_one_that_stopped_first_is_named(tmp_path: Path) -> None:
-    sweep = Sweep(tmp_path)
+    sweep = Sweep(tmp_path, variables=quick_stacks(tmp_path))
     sweep.script = only_on(2, stop="all_reduce", hang="broadcast")
     sweep.script["hang"]["call"] = 0  # in the first call of all: before anyone is past it
     code, stderr = sweep.run(tp=4, collectives="all_reduce,broadcast", point_timeout=4)
@@ -334,7 +334,7 @@ def test_a_launch_that_cannot_start_says_so_in_the_ranks_own_words(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_launch_that_takes_longer_than_its_limit_is_ended_and_the_rest_can_go_on(tmp_path: Path) -> None:
-    sweep = Sweep(tmp_path, {"duration_s": 2.0})  # each point takes many such calls
+    sweep = Sweep(tmp_path, {"duration_s": 2.0}, quick_stacks(tmp_path))  # each point takes many such calls
     code, stderr = sweep.run(**MANY | {"sizes": "8", "launch_timeout": 8})
     assert code == 1
     assert "launch took longer than its limit of 8 s" in stderr
@@ -517,7 +517,7 @@ def left_behind(directory: Path, rows: int, **spec: Any) -> list[Point]:
 @pytest.mark.slow
 def test_ranks_that_mpirun_started_are_watched_and_ended_as_well(tmp_path: Path) -> None:
     needs_mpirun()
-    sweep = Sweep(tmp_path, only_on(1, hang="broadcast", die="all_gather"))
+    sweep = Sweep(tmp_path, only_on(1, hang="broadcast", die="all_gather"), quick_stacks(tmp_path))
     code, stderr = sweep.run(collectives="broadcast,all_gather", launcher="mpirun")
     assert code == 0, stderr
     rows = sweep.rows()

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.harness.faults import quick_stacks
+
 NETWORK = "10.87.0"
 _HOLD = "mount -t tmpfs -o size=1g tmpfs /dev/shm && hostname {name} && ip link set lo up && echo $$ && exec sleep 900"
 
@@ -50,6 +52,7 @@ class Host:
     pid: int
     hub: int
     temporary: Path
+    variables: dict[str, str]
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @property
@@ -72,7 +75,7 @@ class Host:
             stdin=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
-            env={**os.environ, "TMPDIR": str(self.temporary)},
+            env={**os.environ, **self.variables, "TMPDIR": str(self.temporary)},
         )
         self.started.append(job)
         return job
@@ -127,6 +130,7 @@ def hosts(count: int, clocks: Sequence[float] = ()) -> Iterator[list[Host]]:
         _run([*inside, "add", "br0", "type", "bridge"])
         _run([*inside, "set", "br0", "up"])
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
+        variables = quick_stacks(folder)
         made = []
         for number in range(count):
             name = f"host{chr(ord('a') + number)}"
@@ -135,7 +139,7 @@ def hosts(count: int, clocks: Sequence[float] = ()) -> Iterator[list[Host]]:
             spaces = ["--net", "--uts", "--ipc", "--mount", *ahead, "--kill-child", "--fork"]
             holder, pid = _hold(["unshare", *spaces, "sh", "-c", script])
             stack.callback(_end, holder)
-            host = Host(number, name, pid, hub_pid, folder / name)
+            host = Host(number, name, pid, hub_pid, folder / name, variables)
             host.temporary.mkdir()
             stack.callback(_clear, host)
             _run([*inside, "add", f"v{number}", "type", "veth", "peer", "name", "eth0", "netns", str(pid)])
