@@ -68,6 +68,7 @@ def list_(directory: Path, as_json: bool) -> int:
     from rich.table import Table
     from rich.text import Text
 
+    from commbench.report.table import print_whole
     from commbench.store.history import open_history
 
     history = open_history(directory)
@@ -97,7 +98,7 @@ def list_(directory: Path, as_json: bool) -> int:
         points, launches = night.facts.get("points"), night.facts.get("launches")
         table.add_row(night.day, night.run_id, str(points or "?"), str(launches or "?"), Text("; ".join(notes)))
     console = Console()
-    console.print(table)
+    print_whole(table, console)
     _print_skipped(history.skipped)
     return 0
 
@@ -117,6 +118,7 @@ def show(point: str | None, directory: Path, as_json: bool) -> int:
 
     from commbench.analysis.changepoints import change_points
     from commbench.analysis.compare import labels, percent
+    from commbench.report.table import print_whole
     from commbench.store.history import find_points, load_series, open_history
     from commbench.units import format_time
 
@@ -159,7 +161,7 @@ def show(point: str | None, directory: Path, as_json: bool) -> int:
             notes.insert(0, f"new level {percent(record['change'])} (advisory)")
         latency = "absent" if record["latency_s"] is None else format_time(record["latency_s"])
         table.add_row(record["started"], record["run_id"], latency, str(record["launches"]), Text("; ".join(notes)))
-    console.print(table)
+    print_whole(table, console)
     _print_skipped([*history.skipped, *series.skipped])
     return 0
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from commbench.analysis.compare import BOTH, MISSING, NEW, WITHIN_LAUNCHES, Comparison, counts_of, percent
 from commbench.analysis.gate import Judgement, Status
+from commbench.report.table import print_whole
 from commbench.units import format_time
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def print_step_changes(load: Workload, steps: Sequence[StepChange], console: Con
         ratio.stylize(_ratio_style(step.ratio_low, step.ratio_high))
         times = (step.base_ms, step.cand_ms, step.cand_ms - step.base_ms)
         table.add_row(step.phase, *(f"{t:.3g} ms" for t in times), ratio)
-    console.print(table)
+    print_whole(table, console)
     few = min(min(step.base_launches, step.cand_launches) for step in steps)
     used = f"{steps[0].base_launches} and {steps[0].cand_launches} launches"
     why = "; two launches on each side would give an interval" if few < 2 else ""
@@ -127,7 +128,7 @@ def _print_families(comparison: Comparison, console: Console) -> None:
         count = f"{compared}" if compared == points else f"{compared} of {points}"
         table.add_row(row["family"], count, _ratio_text(row))
     console.print()
-    console.print(table)
+    print_whole(table, console)
 
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -153,7 +154,7 @@ def _print_points(comparison: Comparison, console: Console, rows: int | None) ->
         times = [format_time(row[f"{side}_s"]) for side in ("base", "cand")]
         table.add_row(Text(_with_pick(row)), *times, change)
     console.print()
-    console.print(table)
+    print_whole(table, console)
     if len(shown) < len(points):
         console.print(f"the worst {len(shown)} of {len(points)} points; --all shows every one", style="dim")
     if (shown["interval_from"] == WITHIN_LAUNCHES).any():

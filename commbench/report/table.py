@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
+from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -21,10 +22,30 @@ if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
 
+LONGEST_WORD = 16  # that a narrow column keeps in one piece: reduce_scatter, [torch_dist]
 MOST_ROWS = 60  # on a terminal; a longer table shows some sizes of each group
 
 _COLOURS = {"ok": "green", "skipped": "yellow", "unsteady": "yellow", "refused": "yellow"}
 _LEVELS = {"good": "bold green", "note": "bold yellow", "bad": "bold red"}
+
+
+def print_whole(table: Table, console: Console) -> None:
+    """Print a table without cutting anything off: words fold, but what must not wrap (``no_wrap``) stays whole. Where a
+    terminal is too narrow for that, lines run over its edge."""
+    needed = 0
+    for column in table.columns:
+        texts = [cell.plain if isinstance(cell, Text) else str(cell) for cell in (column.header, *column.cells)]
+        column.overflow = "fold"
+        if column.width is not None:
+            column.min_width = column.width
+        elif column.no_wrap:
+            column.min_width = max(column.min_width or 0, *map(len, texts))
+        else:
+            longest = max((len(word) for text in texts for word in text.split()), default=1)
+            column.min_width = min(longest, LONGEST_WORD)
+        needed += column.min_width + table.padding[1] + table.padding[3]
+    options = console.options.update(width=max(console.width, needed))
+    console.print(Segments(console.render(table, options)), crop=False, end="")
 
 
 def print_summary(run: Run, console: Console) -> None:
@@ -91,13 +112,13 @@ def _print_table(summary: Summary, points: pd.DataFrame, console: Console) -> No
             grid.add_column(head, justify=justify, width=widths[i], overflow="fold", no_wrap=i != 1, vertical="top")
         return grid
 
-    console.print(table(True))
+    print_whole(table(True), console)
     for title, rows in groups:
         console.print(Text(title, style="bold cyan"))
         grid = table(False)
         for row in rows:
             grid.add_row(*row)
-        console.print(grid)
+        print_whole(grid, console)
 
 
 def _cells(row: Mapping[str, Any], several_policies: bool) -> list[Text]:

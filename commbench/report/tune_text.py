@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
 from commbench.analysis.segments import BRACKET, UNKNOWN, Crossover, Estimate
+from commbench.report.table import print_whole
 from commbench.units import format_size, format_time
 
 if TYPE_CHECKING:
@@ -178,13 +179,13 @@ def print_tuning(tuning: Tuning, console: Console) -> None:
             same = not interval.changed and bool(interval.today)
             gain = "the same" if same else "–" if interval.gain is None else gain_text(interval.gain)
             table.add_row(span(interval), interval.backend, today, gain)
-        console.print(table)
+        print_whole(table, console)
         grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column()
         for name, value in facts(cell):
             grid.add_row(name, value)
-        console.print(grid)
+        print_whole(grid, console)
     print_left_out(dict(tuning.left_out), console)
 
 
@@ -204,7 +205,7 @@ def print_steps(load: Workload, steps: Sequence[StepTime], console: Console) -> 
         own = {s.policy: s.milliseconds for s in steps if s.phase == phase}
         saved = [f"{own['today'] - own['tuned']:.3g} ms"] if "today" in own else []
         table.add_row(phase, *(f"{own[p]:.3g} ms" for p in policies), *saved)
-    console.print(table)
+    print_whole(table, console)
 
 
 def print_left_out(left_out: dict[str, int], console: Console) -> None:
@@ -214,27 +215,42 @@ def print_left_out(left_out: dict[str, int], console: Console) -> None:
         console.print(f"{total} measurements do not count: {reasons}.", style="yellow")
 
 
-def print_regret(report: RegretReport, console: Console, *, everything: bool = False) -> None:
-    """The picks, worst first; sizes in dead zones in bold red."""
-    shown = report.points if everything else report.points[:MOST_REGRETS]
-    cells = {p.cell.title for p in report.points}
-    heads = [("regret", "right"), ("95 % interval", "right"), ("size", "right"), ("took", "left"), ("fastest", "left"),
-             ("takes", "right"), ("could take", "right")]  # fmt: skip
-    if len(cells) > 1:
-        heads.append(("of", "left"))
-    else:
-        console.print(Text(next(iter(cells)), style="bold cyan"))
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for head, justify in heads:
-        table.add_column(head, justify=justify, no_wrap=head != "of")  # type: ignore[arg-type]
+def _print_regrets(shown: Sequence[Regret], console: Console) -> None:
+    """A line per point under a heading for each cell; the cell with the worst point first."""
+    heads: list[tuple[str, Any]] = [
+        ("regret", "right"), ("95 % interval", "right"), ("size", "right"), ("took", "left"), ("fastest", "left"),
+        ("takes", "right"), ("could take", "right"),
+    ]  # fmt: skip
+    cells: dict[str, list[tuple[list[str], str]]] = {}
     for p in shown:
         interval = "–" if p.kernel == p.fastest else f"{ratio(p.low)} to {ratio(p.high)}"
         row = [
             ratio(p.regret), interval, short_size(p.size_bytes), p.kernel, p.fastest,
             format_time(p.pick_s), format_time(p.fastest_s),
         ]  # fmt: skip
-        table.add_row(*row, *([p.cell.title] if len(cells) > 1 else []), style="bold red" if p.dead else "")
-    console.print(table)
+        cells.setdefault(p.cell.title, []).append((row, "bold red" if p.dead else ""))
+    rows = [row for own in cells.values() for row, _ in own]
+    widths = [max(len(head), *(len(row[i]) for row in rows)) for i, (head, _) in enumerate(heads)]
+
+    def table(with_head: bool) -> Table:
+        grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold", show_header=with_head)
+        for (head, justify), width in zip(heads, widths, strict=True):
+            grid.add_column(head, justify=justify, min_width=width, no_wrap=True)
+        return grid
+
+    print_whole(table(True), console)
+    for title, own in cells.items():
+        console.print(Text(title, style="bold cyan"))
+        grid = table(False)
+        for row, style in own:
+            grid.add_row(*row, style=style)
+        print_whole(grid, console)
+
+
+def print_regret(report: RegretReport, console: Console, *, everything: bool = False) -> None:
+    """The picks, worst first; sizes in dead zones in bold red."""
+    shown = report.points if everything else report.points[:MOST_REGRETS]
+    _print_regrets(shown, console)
     if len(shown) < len(report.points):
         console.print(f"{len(shown)} of {len(report.points)} points shown; --all shows the others.", style="dim")
     for zone in report.dead_zones:

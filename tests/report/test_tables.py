@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from commbench.report.table import MOST_ROWS, print_summary
+from commbench.report.table import MOST_ROWS, print_summary, print_whole
 from commbench.store.run import open_run
 from commbench.types import COLLECTIVES
 from tests.runs import grid
@@ -49,6 +51,29 @@ def test_no_line_is_wider_than_the_terminal(build_run: Build, width: int) -> Non
     text = printed(build_run(points, problems=problems), width)
     assert max(map(len, text.splitlines())) <= width
     assert "symm_mem_mul" in text
+
+
+@pytest.mark.parametrize("width", [20, 40, 60])
+def test_a_narrow_terminal_cuts_no_figure_off(build_run: Build, width: int) -> None:
+    folder = build_run(grid(sizes=[1024, 1 << 20], backends=("auto", "shm_oneshot")), launches=2)
+    wide, narrow = (printed(folder, w) for w in (200, width))
+    assert "…" not in narrow
+    figures = [line.split() for line in wide.splitlines() if line.split()[-2:] == ["✓", "ok"]]
+    assert len(figures) == 4
+    for cells in figures:
+        assert any(line.split()[-len(cells) + 3 :] == cells[3:] for line in narrow.splitlines())
+
+
+def test_a_table_that_is_wider_than_the_terminal_is_printed_whole() -> None:
+    table = Table(box=None)
+    table.add_column("point")
+    table.add_column("change", no_wrap=True, justify="right")
+    table.add_row(Text("reduce_scatter bfloat16 256 KiB [torch_dist]"), Text("×3.54 (×0.000241 to ×5.21e+04)"))
+    stream = io.StringIO()
+    print_whole(table, Console(file=stream, width=24))
+    text = stream.getvalue()
+    assert "×3.54 (×0.000241 to ×5.21e+04)" in text
+    assert {"reduce_scatter", "bfloat16", "[torch_dist]"} <= set(text.split())
 
 
 def test_problems_are_printed_last_with_their_reasons(build_run: Build) -> None:
