@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from commbench.harness.launch import Launch, Tail
 from commbench.harness.launchers.commands import Program
 from commbench.harness.ranks.rank import STACK_SIGNAL, log_path
+from commbench.harness.supervision import stacks
 from commbench.harness.supervision.heartbeat import (
     BETWEEN,
     CALIBRATING,
@@ -45,6 +47,7 @@ from commbench.harness.supervision.supervisor import (
 from commbench.measure.loop import Block
 from commbench.measure.observer import BlockSeen
 from commbench.types import Point
+from tests.harness.faults import quick_stacks
 
 POINT = Point("all_reduce", "sum", "float32", 64, 2, backend="fake")
 
@@ -230,16 +233,27 @@ def test_the_rank_that_stopped_first_stands_out(states: list[RankState], rank: i
     assert why in found[1]
 
 
-def test_a_stopped_rank_is_seen_as_it_was_and_goes_no_further_than_its_stacks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("as_module", [True, False])
+def test_a_stopped_rank_is_seen_as_it_was_and_goes_no_further_than_its_stacks(
+    tmp_path: Path, as_module: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is continued to write them; then it is stopped again, so that what hangs does not end well after all."""
     (tmp_path / "logs").mkdir()
+    monkeypatch.setenv("PATH", quick_stacks(tmp_path)["PATH"])
+    (tmp_path / "stopping.py").write_text(STOPPING)
     with log_path(tmp_path, 0, 1).open("wb") as log:
-        rank = subprocess.Popen([sys.executable, "-c", STOPPING], stderr=log, stdout=subprocess.PIPE)
+        rank = subprocess.Popen(
+            [sys.executable, *(["-m", "stopping"] if as_module else ["stopping.py"])],
+            stderr=log, stdout=subprocess.PIPE, cwd=tmp_path,
+        )  # fmt: skip
     try:
         assert rank.stdout is not None
         rank.stdout.readline()
         os.waitid(os.P_PID, rank.pid, os.WSTOPPED | os.WNOWAIT)
+        monkeypatch.setattr(stacks, "STACKS_WITHIN_S", 60.0)
+        began = time.monotonic()
         (seen,) = collect(tmp_path, 0, [pulse(1, pid=rank.pid, born=0)])
+        assert time.monotonic() - began < 30, "it is known when the stacks are whole"
         assert seen.state == "T"
         assert "in <module>" in seen.python
         os.waitid(os.P_PID, rank.pid, os.WSTOPPED | os.WNOWAIT)

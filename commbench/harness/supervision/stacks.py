@@ -27,6 +27,8 @@ STACKS_WITHIN_S = 1.5  # for a rank to write its stacks
 NATIVE_WITHIN_S = 5.0
 _TOLD_BYTES = 4000  # of each stack, to another host
 _STACK = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*?(?=^(?:Current thread|Thread) 0x|\Z)", re.DOTALL | re.M)
+# of a main thread: of a module that -m runs, or of a script
+_OUTERMOST = re.compile(r"^  File .* in (?:_run_module_as_main|<module>)\n(?!  File)", re.M)
 _FRAME = re.compile(r'^  File "([^"]*)", line (\d+) in (.*)$', re.M)
 _LIBRARIES = r"(libc\.|libpthread|libpython|_shm|libffi|nccl|rccl|libmpi|libucp|libuct|libcuda\.|libfabric)"
 # Where a rank that waits for others stands: our barriers and gates, and what carries a collective.
@@ -123,8 +125,8 @@ def collect(directory: Path, launch: int, pulses: Sequence[Pulse]) -> list[RankS
         time.sleep(0.01 if going_on else 0.05)
         for rank, path in logs.items():
             text = _since(path, sizes[rank])
-            # the main thread comes last, and its outermost frame is the module's
-            if states[rank] and rank not in texts and re.search(r"^  File .* in <module>\n(?!  File)", text, re.M):
+            # the main thread comes last
+            if states[rank] and rank not in texts and _OUTERMOST.search(text):
                 texts[rank] = _since(path, sizes[rank])
                 _stop_again(going_on.pop(rank, None))
     for pulse in going_on.values():
