@@ -59,11 +59,10 @@ def command(
     commbench compare reports/thresholds --by backend --values torch_dist,shm
     commbench compare reports/before reports/after --workload load.toml
     """
-    from rich.console import Console
-
     from commbench.analysis.compare import compare
     from commbench.cli._sides import check_sides, read_side
     from commbench.report.compare import comparison_dict, plain, print_comparison, print_step_changes
+    from commbench.report.console import Console
 
     if cand is None and by is None:
         raise click.UsageError("name a second run, or --by policy or --by backend to compare within one")

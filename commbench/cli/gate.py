@@ -434,14 +434,13 @@ def _tell(
     verbose: bool,
     as_json: bool,
 ) -> None:
-    from rich.console import Console
-
     from commbench.analysis.gate import to_dict
     from commbench.interop.annotations import to_annotations
     from commbench.interop.junit import to_junit
     from commbench.interop.markdown import to_markdown
     from commbench.interop.outputs import write_outputs
     from commbench.report.compare import print_judgement
+    from commbench.report.console import Console
 
     judgement, names = judged.judgement, judged.names
     now = datetime.datetime.now(datetime.UTC)

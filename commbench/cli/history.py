@@ -64,10 +64,10 @@ def add(run: Path, directory: Path, note: str, accept: str | None, force: bool) 
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, and nothing else there.")
 def list_(directory: Path, as_json: bool) -> int:
     """List the nights, oldest first, with what changed in the environment."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from commbench.report.console import Console
     from commbench.report.table import print_whole
     from commbench.store.history import open_history
 
@@ -112,12 +112,12 @@ def show(point: str | None, directory: Path, as_json: bool) -> int:
 
     Without POINT, the points of the history are listed.
     """
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from commbench.analysis.changepoints import change_points
     from commbench.analysis.compare import labels, percent
+    from commbench.report.console import Console
     from commbench.report.table import print_whole
     from commbench.store.history import find_points, load_series, open_history
     from commbench.units import format_time

@@ -39,8 +39,7 @@ def command(run: Path, policy: str | None, everything: bool, as_json: bool) -> i
     if as_json:
         click.echo(json.dumps(_document(report), indent=1, allow_nan=False))
     else:
-        from rich.console import Console
-
+        from commbench.report.console import Console
         from commbench.report.tune_text import print_regret
 
         console = Console()

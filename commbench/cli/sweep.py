@@ -322,10 +322,9 @@ def _print_plan(plan: dict[str, Any], as_json: bool) -> None:
 
 def _finish(directory: Path, as_json: bool, quiet: bool, interrupted: bool, failed: CommbenchError | None) -> int:
     """Report what there is, print it, and give the exit code."""
-    from rich.console import Console
-
     from commbench.harness.run import FAILING
     from commbench.report import write_report
+    from commbench.report.console import Console
     from commbench.report.summary import to_json
     from commbench.report.table import print_summary
     from commbench.store.run import open_run

@@ -219,8 +219,7 @@ def _show(tuning: Tuning, load: Workload | None, steps: list[StepTime], out: Pat
         steps_document = {"workload": [asdict(s) for s in steps]} if load is not None else {}
         click.echo(json.dumps({**document(tuning, out), **steps_document}, indent=1, allow_nan=False))
         return
-    from rich.console import Console
-
+    from commbench.report.console import Console
     from commbench.report.tune_text import print_steps, print_tuning
 
     console = Console()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from commbench.errors import StoreError, UsageError
 from commbench.store.schema import PLOTS_DIR, REPORT_HTML
+
+# matplotlib logs about its caches where a home folder cannot be written: no news for who asked for a report
+if (_matplotlib := logging.getLogger("matplotlib")).level == logging.NOTSET:
+    _matplotlib.setLevel(logging.ERROR)
 
 
 def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
+import commbench
 from commbench.cli import COMMANDS, group
 from commbench.errors import SpecError
 
@@ -109,6 +110,26 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_word() -> None:
         assert started(PROGRAM, stdout=write) == (141, "")
     finally:
         os.close(write)
+
+
+def test_a_reader_of_a_table_that_has_gone_is_no_finding() -> None:
+    program = (
+        "import sys; from commbench.cli import group, main; import click\n"
+        "from commbench.report.console import Console\n"
+        "group.get_command = lambda ctx, name: click.Command('sweeps', callback=lambda: Console().print('x'))\n"
+        "sys.argv = ['commbench', 'sweeps']; main()"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        assert started(program, stdout=write) == (141, "")
+    finally:
+        os.close(write)
+
+
+def test_tables_are_printed_on_our_own_console() -> None:
+    for path in (Path(commbench.__file__).parent / "cli").glob("*.py"):
+        assert "from rich.console" not in path.read_text(), f"{path.name}: take commbench.report.console"
 
 
 def test_a_terminal_that_cannot_show_an_arrow_gets_a_question_mark(tmp_path: Path) -> None:
