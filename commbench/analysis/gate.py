@@ -390,7 +390,8 @@ def _verdict(night: _Night, family: str, rows: _Rows) -> Verdict:
     reach, faster = float(night.reach[index]), bool(night.faster[index])
     doubts = _doubts(night, family, rows)
     if not doubts and not reach <= rule.sensitivity:
-        doubts.append(f"noise hides slowdowns below {reach:.0%}, and {rule.sensitivity:.0%} is to be seen at least")
+        hidden = f"a factor of {1 + reach:.3g}" if reach >= 1 else f"{reach:.0%}"
+        doubts.append(f"noise hides slowdowns below {hidden}, and {rule.sensitivity:.0%} is to be seen at least")
     changed = rows.where(rows["pick_changed"])
     picks = tuple(_pick_texts(changed))
     interval = f"{percent(ratio)} ({percent(low)} to {percent(high)})"

@@ -32,6 +32,8 @@ def ratio(value: float, signed: bool = False) -> str:
     """A fraction as a percentage with two digits that matter; ``–`` where it is not known."""
     if not math.isfinite(value):
         return "–"
+    if value >= 1000:
+        return "> 1000×"
     if abs(value) >= 10:
         return f"{1 + value:.0f}×"
     digits = 0 if abs(value) >= 0.0995 else 1
@@ -136,6 +138,8 @@ def facts(cell: CellTuning) -> Iterator[tuple[str, str]]:
             f"{cell.curves.launches} launches can show a gain of {ratio(cell.provable)} at one size"
         ),
     )
+    if cell.held_out is not None:
+        yield from _held_out_facts(cell.held_out)
 
 
 def _held_out_facts(held_out: HeldOut) -> Iterator[tuple[str, str]]:
