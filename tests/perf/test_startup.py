@@ -41,7 +41,7 @@ def test_commands_that_measure_nothing_start_in_little_more_than_their_libraries
     benchmark.pedantic(
         subprocess.run, ([sys.executable, "-m", "commbench", *args],), {"capture_output": True}, rounds=3
     )
-    assert ours < 2.5 * libraries
+    assert ours < 4 * libraries  # click and psutil; a dry run also reads policies and the machine
 
 
 @pytest.mark.parametrize("args", [["--help"], ["sweeps"], ["sweep", "--dry-run"], ["policies"]], ids=" ".join)

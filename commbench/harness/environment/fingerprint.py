@@ -18,7 +18,6 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -416,6 +415,8 @@ def _run(command: Sequence[str], notes: list[str]) -> str | None:
 
 
 def _versions() -> dict[str, Any]:
+    from importlib import metadata  # with email and zipfile behind it: nothing for a dry run to wait for
+
     packages: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
