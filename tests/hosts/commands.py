@@ -58,22 +58,32 @@ def manifest(out: Path) -> dict[str, Any]:
 def ranks_of(host: Host) -> list[psutil.Process]:
     found = []
     for process in host.processes():
-        words = process.cmdline()
+        words = words_of(process)
         if "commbench.harness.ranks.rank" in words and "commbench.harness.launchers.agent" not in words:
             found.append(process)
     return found
 
 
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line; [] of one that ends just now."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def command_on(host: Host) -> psutil.Process:
     """The one that watches."""
-    (found,) = [p for p in host.processes() if p.cmdline()[1:4] == ["-m", "commbench", "sweep"]]
+    (found,) = [p for p in host.processes() if words_of(p)[1:4] == ["-m", "commbench", "sweep"]]
     return found
 
 
 def assert_nothing_is_left(made: list[Host]) -> None:
     for host in made:
         wait_for(
-            lambda host=host: not [p for p in host.processes() if p.name() != "unshare"], 15, f"{host.name} is empty"
+            lambda host=host: all(words_of(p)[:1] in ([], ["unshare"]) for p in host.processes()),
+            15,
+            f"{host.name} is empty",
         )
         assert host.segments() == [], f"{host.name}'s shared memory"
         left = sorted(host.temporary.rglob("*"))
