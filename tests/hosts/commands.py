@@ -94,7 +94,7 @@ def wait_until_they_measure(jobs: list[subprocess.Popen[str]], out: Path, job: i
     """Until the ranks of these commands visit a point in the so many-th job of the run."""
 
     def visits() -> bool:
-        assert all(command.poll() is None for command in jobs), ended(jobs)
+        assert all(command.poll() is None for command in jobs), "a command has ended"
         path = out / "progress.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         told = [json.loads(line)["event"] for line in lines if line.endswith("\n")]

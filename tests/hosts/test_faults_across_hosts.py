@@ -144,7 +144,8 @@ def test_a_hosts_command_that_is_killed_costs_its_point_and_the_run_goes_on_unti
 
     # the same commands again, with another timeout: that is no part of what is measured
     where = ["--node-rank", "0", "--rdzv-endpoint", "10.87.0.1:29400", "--point-timeout", "100s"]
-    first = two[0].start([*command(two[0], 2)[:4], "--resume", str(out), *where])
+    # forced, since a checkout in which somebody works may have another commit by now
+    first = two[0].start([*command(two[0], 2)[:4], "--resume", str(out), "--force", *where])
     second = two[1].start(command(two[1], 2, *POINTS, *LONG, "--point-timeout", "90s"))
     measures([first, second], out, 2)
     assert not left.exists(), "the next command on that host takes it away"
