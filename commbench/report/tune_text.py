@@ -16,7 +16,7 @@ from commbench.units import format_size, format_time
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from commbench.analysis.regret import RegretReport
+    from commbench.analysis.regret import PointRegret, RegretReport
     from commbench.analysis.tune import Boundary, CellTuning, HeldOut, Interval, Regret, Tuning
     from commbench.analysis.workload import StepTime, Workload
 
@@ -219,7 +219,7 @@ def print_left_out(left_out: dict[str, int], console: Console) -> None:
         console.print(f"{total} measurements do not count: {reasons}.", style="yellow")
 
 
-def _print_regrets(shown: Sequence[Regret], console: Console) -> None:
+def _print_regrets(shown: Sequence[PointRegret], console: Console) -> None:
     """A line per point under a heading for each cell; the cell with the worst point first."""
     heads: list[tuple[str, Any]] = [
         ("regret", "right"), ("95 % interval", "right"), ("size", "right"), ("took", "left"), ("fastest", "left"),
