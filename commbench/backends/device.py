@@ -124,9 +124,10 @@ def whole_allocation(size_bytes: int, device: torch.device) -> torch.Tensor:
     Raises MemoryError where torch gives none.
     """
     others = []  # kept until there is one, so that torch gives the next
+    snapshot: Any = torch.cuda.memory_snapshot
     for _ in range(_TRIES):
         memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        if memory.data_ptr() in {segment["address"] for segment in torch.cuda.memory_snapshot()}:
+        if memory.data_ptr() in {segment["address"] for segment in snapshot()}:
             return memory
         others.append(memory)
     raise MemoryError(f"none of {_TRIES} tensors of {size_bytes} bytes begins an allocation of the driver's")
