@@ -207,7 +207,7 @@ def test_among_series_that_did_not_change_one_is_found_as_seldom_as_the_level_sa
 
 
 def test_the_variance_of_one_series_is_told_by_all_where_they_are_alike() -> None:
-    """A shift of two standard deviations among 300 series: a t on its own launches has a power of about a third."""
+    """Two standard deviations slower, one of 300 series: a t on its own launches finds it in less than half."""
     rng = np.random.default_rng(7)
     found, alone = [], []
     for _ in range(30):
@@ -216,7 +216,7 @@ def test_the_variance_of_one_series_is_told_by_all_where_they_are_alike() -> Non
         found.append(changed_p(base, cand)[3] <= 0.025)
         alone.append(holm(welch(base, cand).p_slower(0.0))[3] <= 0.025)
     assert np.mean(found) >= 0.6
-    assert np.mean(alone) <= 0.6 * np.mean(found)
+    assert np.mean(found) >= np.mean(alone) + 0.15
 
 
 def test_adjusted_p_values_come_in_the_order_of_the_changes() -> None:
@@ -224,8 +224,9 @@ def test_adjusted_p_values_come_in_the_order_of_the_changes() -> None:
     base, cand = rng.normal(0, 0.05, (2, 40, 10))
     cand += np.linspace(0, 0.3, 40)[:, None]
     p = changed_p(base, cand)
-    assert p[-1] == pytest.approx(1 / 4001)
-    assert np.corrcoef(np.argsort(np.argsort(p)), np.arange(40))[0, 1] < -0.8
+    assert p[-1] <= 0.002
+    assert p[30:].max() <= 0.01
+    assert p[:3].min() >= 0.1
 
 
 def test_launches_that_are_missing_and_series_without_scatter_are_coped_with() -> None:
