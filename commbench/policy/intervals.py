@@ -153,7 +153,7 @@ def _points(bound: Bound, call: CallSignature, low: int, high: int, step: int) -
 
 
 def _edge(ask: Callable[[int], Verdict], near: int, far: int, step: int) -> int:
-    """Of the sizes from ``near`` to ``far``, up or down, the first that does not take near's route; ``far`` does not."""
+    """Of the sizes from ``near`` to ``far``, up or down, the first off near's route; ``far`` is off it."""
     here = answer_of(ask(near))
     while abs(far - near) > step:
         middle = near + (far - near) // step // 2 * step
