@@ -138,6 +138,18 @@ def beyond_cap(call: CallSignature, cap_bytes: int, variable: str) -> str | None
     return f"{format_size(call.size_bytes)} exceed the cap of {format_size(cap_bytes)} ({variable})"
 
 
+def beyond_sizes(call: CallSignature, pack_bytes: int, cap_bytes: int, variable: str, pack: str = "") -> str | None:
+    """Why kernels that move whole packs of so many bytes, up to a cap, cannot take a call of that size, or None.
+
+    variable: as in ``beyond_cap``. pack: what a pack is, in words, where its size does not say it.
+    """
+    if call.size_bytes == 0:
+        return "the tensor is empty"
+    if call.size_bytes % pack_bytes:
+        return f"{call.size_bytes} bytes is not a multiple of {pack_bytes}" + (f", {pack}" if pack else "")
+    return beyond_cap(call, cap_bytes, variable)
+
+
 class Backend(ABC):
     """One way to run collectives on one group.
 

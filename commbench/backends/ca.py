@@ -26,7 +26,7 @@ import torch
 
 from commbench.backends import device as devices
 from commbench.backends import gpu_links
-from commbench.backends.base import Availability, Backend, Group, beyond_cap, beyond_kernels, together
+from commbench.backends.base import Availability, Backend, Group, beyond_kernels, beyond_sizes, together
 from commbench.backends.staging import bytes_from_environment
 from commbench.errors import BackendUnavailable, CollectiveError
 from commbench.types import CallSignature
@@ -366,13 +366,7 @@ class CustomAllReduceBackend(Backend):
 
     def declines(self, call: CallSignature) -> str | None:
         refused = super().declines(call) or beyond_kernels(call, DTYPE_NAMES)
-        if refused is not None:
-            return refused
-        if call.size_bytes == 0:
-            return "the tensor is empty"
-        if call.size_bytes % PACK:
-            return f"{call.size_bytes} bytes is not a multiple of {PACK}"
-        return beyond_cap(call, self.max_bytes, MAX_BYTES_VARIABLE)
+        return refused or beyond_sizes(call, PACK, self.max_bytes, MAX_BYTES_VARIABLE)
 
     def bound(self, call: CallSignature) -> Callable[..., None]:
         return self._path(in_place=call.placement == "in", eager=call.mode == "eager")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from commbench.backends import device as devices
-from commbench.backends.base import Availability, Group, beyond_cap, together
+from commbench.backends.base import Availability, Group, beyond_sizes, together
 from commbench.backends.pynccl import DTYPE_CODES, OP_CODES, OPTIONAL, PyNcclBackend, version_text
 from commbench.backends.staging import Staging, bytes_from_environment
 from commbench.errors import BackendUnavailable, CollectiveError, PeerLost
@@ -67,12 +67,7 @@ class NcclSymmBackend(PyNcclBackend):
         return Availability(True, provider=f"{found.provider}, symmetric windows")
 
     def declines(self, call: CallSignature) -> str | None:
-        refused = super().declines(call)
-        if refused is not None:
-            return refused
-        if call.size_bytes == 0:
-            return "the tensor is empty"
-        return beyond_cap(call, self.max_bytes, MAX_BYTES_VARIABLE)
+        return super().declines(call) or beyond_sizes(call, 1, self.max_bytes, MAX_BYTES_VARIABLE)
 
     # ---- the window -------------------------------------------------------------------------------------------
 

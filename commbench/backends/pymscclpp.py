@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from commbench.backends import device as devices
-from commbench.backends.base import Availability, Backend, Group, beyond_cap, beyond_kernels, together
+from commbench.backends.base import Availability, Backend, Group, beyond_kernels, beyond_sizes, together
 from commbench.backends.staging import Views, bytes_from_environment
 from commbench.errors import BackendUnavailable
 from commbench.types import CallSignature
@@ -183,14 +183,8 @@ class MscclppBackend(Backend):
 
     def declines(self, call: CallSignature) -> str | None:
         refused = super().declines(call) or beyond_kernels(call, DTYPE_NAMES)
-        if refused is not None:
-            return refused
-        if call.size_bytes == 0:
-            return "the tensor is empty"
-        whole = PACKET * self.group.world_size
-        if call.size_bytes % whole:
-            return f"{call.size_bytes} bytes is not a multiple of {whole}, a packet of {PACKET} for each rank"
-        return beyond_cap(call, self.max_bytes, MAX_BYTES_VARIABLE)
+        whole, what = PACKET * self.group.world_size, f"a packet of {PACKET} for each rank"
+        return refused or beyond_sizes(call, whole, self.max_bytes, MAX_BYTES_VARIABLE, what)
 
     def bound(self, call: CallSignature) -> Callable[..., None]:
         return self._path(getattr(torch, call.dtype), call.size_bytes, eager=call.mode == "eager")

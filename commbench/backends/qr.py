@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from commbench.backends import device as devices
-from commbench.backends.base import Availability, Backend, Group, beyond_cap, beyond_kernels, together
+from commbench.backends.base import Availability, Backend, Group, beyond_kernels, beyond_sizes, together
 from commbench.errors import BackendUnavailable
 from commbench.types import CallSignature
 
@@ -160,13 +160,7 @@ class QuickReduceBackend(Backend):
 
     def declines(self, call: CallSignature) -> str | None:
         refused = super().declines(call) or beyond_kernels(call, DTYPE_NAMES)
-        if refused is not None:
-            return refused
-        if call.size_bytes == 0:
-            return "the tensor is empty"
-        if call.size_bytes % PACK:
-            return f"{call.size_bytes} bytes is not a multiple of {PACK}"
-        return beyond_cap(call, self.max_bytes, MAX_MB_VARIABLE)
+        return refused or beyond_sizes(call, PACK, self.max_bytes, MAX_MB_VARIABLE)
 
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str) -> None:
         self.calls += 1

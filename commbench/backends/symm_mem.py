@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from commbench.backends import device as devices
-from commbench.backends.base import Availability, Backend, Group, beyond_cap, beyond_kernels, together
+from commbench.backends.base import Availability, Backend, Group, beyond_kernels, beyond_sizes, together
 from commbench.backends.staging import Staging, bytes_from_environment
 from commbench.errors import BackendUnavailable
 from commbench.types import DTYPES, CallSignature
@@ -114,12 +114,8 @@ class SymmMemBackend(Backend):
         refused = super().declines(call) or beyond_kernels(call, DTYPE_NAMES, "torch's")
         if refused is not None:
             return refused
-        if call.size_bytes == 0:
-            return "the tensor is empty"
         alignment = max(LEAST_ALIGNMENT, DTYPES[call.dtype].itemsize)
-        if call.size_bytes % alignment:
-            return f"{call.size_bytes} bytes is not a multiple of {alignment}"
-        return beyond_cap(call, self.max_bytes, MAX_BYTES_VARIABLE)
+        return beyond_sizes(call, alignment, self.max_bytes, MAX_BYTES_VARIABLE)
 
     def bound(self, call: CallSignature) -> Callable[..., None]:
         return self._path(getattr(torch, call.dtype))
