@@ -17,7 +17,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from commbench.analysis.compare import BOTH, Comparison, percent
 from commbench.report.compare import sorted_families
-from commbench.report.style import GREEN, GREY, PROBLEM, looks, size_ticks
+from commbench.report.style import GREEN, GREY, PROBLEM, RC, looks, size_ticks
 from commbench.types import NO_DTYPE
 from commbench.units import format_size
 
@@ -30,20 +30,6 @@ MOST_PANELS = 12
 CHARACTERS_PER_INCH = 14.5  # of the subtitle's letters
 MOST_LINES = 3  # of the subtitle
 LARGEST_SHOWN = 8.0  # times: intervals are cut there, so that one wild point does not flatten the others
-RC: Any = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.grid": True,
-    "grid.color": "#E4E4E4",
-    "grid.linewidth": 0.7,
-    "axes.axisbelow": True,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "svg.hashsalt": "commbench",
-}
 _STEPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 

@@ -33,7 +33,7 @@ from commbench.report.lines import (
     panels,
     run_names,
 )
-from commbench.report.style import PROBLEM, Look, decade_ticks, looks, short_time, size_ticks
+from commbench.report.style import PROBLEM, RC, Look, decade_ticks, looks, short_time, size_ticks
 from commbench.report.summary import Summary, records
 from commbench.report.thresholds import Threshold, thresholds_of
 from commbench.types import AUTO, NO_DTYPE
@@ -46,20 +46,8 @@ if TYPE_CHECKING:
 MOST_PANELS = 12  # of one figure
 _DASHES = ("-", "--", "-.", ":")
 _STYLE: Any = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib, so that every machine draws the same
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.grid": True,
-    "grid.color": "#E4E4E4",
-    "grid.linewidth": 0.7,
-    "axes.axisbelow": True,
+    **RC,
     "axes.titley": 1.03,  # a fixed place: matplotlib would measure every tick label to find one
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "svg.hashsalt": "commbench",
-    "path.simplify": True,
 }
 
 

@@ -10,12 +10,28 @@ import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from commbench.units import format_time
 
 BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, BLACK, GREY = "#E69F00", "#56B4E9", "#000000", "#6E6E6E"
 PROBLEM = "#B00020"
+
+RC: Any = {  # matplotlib's settings for all plots
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so that every machine draws the same
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.grid": True,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "svg.hashsalt": "commbench",
+}
 
 
 @dataclass(frozen=True, slots=True)

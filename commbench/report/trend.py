@@ -19,8 +19,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from commbench.analysis.changepoints import Change
 from commbench.analysis.compare import percent
 from commbench.analysis.effects import Array, t_quantile
-from commbench.report.compare_plots import RC, save
-from commbench.report.style import BLUE, ORANGE, PROBLEM, decade_ticks, short_time
+from commbench.report.compare_plots import save
+from commbench.report.style import BLUE, ORANGE, PROBLEM, RC, decade_ticks, short_time
 
 MOST_PANELS = 12
 _dates: Any = matplotlib.dates  # its types are incomplete
