@@ -6,7 +6,6 @@ nccl-tests; ``KB``, ``MB`` and ``GB`` are decimal.
 
 from __future__ import annotations
 
-import math
 import re
 
 from commbench.errors import SpecError
@@ -91,14 +90,14 @@ def decimal_size(size_bytes: int) -> str:
 def parse_duration(text: str | float) -> float:
     """Seconds from ``2m``, ``500ms``, ``1.5s`` or a plain number of seconds, up to a year. Raises SpecError."""
     if isinstance(text, int | float) and not isinstance(text, bool):
-        seconds = float(text) if abs(text) < 1e300 else math.inf  # a whole number may be more than a float holds
+        seconds = float(max(min(text, 1e300), -1e300))  # a whole number may be more than a float holds
     else:
         match = _NUMBER.fullmatch(str(text))
         if match is None or (match[2] and match[2] not in _TIME_UNITS):
             raise SpecError(f"duration {text!r} is not a time; write 500ms, 30s or 2m")
         seconds = float(match[1]) * _TIME_UNITS[match[2] or "s"]
     if not seconds > 0:  # nor is NaN
-        raise SpecError(f"duration {text!r} must be more than zero")
+        raise SpecError(f"duration {text!r:.60} must be more than zero")
     if seconds > _LONGEST_S:
         raise SpecError(f"duration {text!r:.60} is longer than a year")
     return seconds
