@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -27,6 +28,7 @@ from commbench.errors import (
     UsageError,
 )
 from commbench.harness.engine import calls, channel, job
+from commbench.harness.launchers.commands import Program
 from tests.engine.processes import all_gone, children, folder_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +39,7 @@ def launcher_of(engine: Engine) -> int:
     return psutil.Process(engine.pids[0]).ppid()
 
 
+@pytest.mark.slow
 def test_of_two_engines_one_dies_with_its_rank_and_the_other_goes_on_until_it_is_collected() -> None:
     first, second = Engine(tp=2, device="cpu"), Engine(tp=2, device="cpu")
     assert set(first.pids).isdisjoint(second.pids)
@@ -224,6 +227,7 @@ print(engine.all_reduce(numpy.ones(1))[1][0], flush=True)
 """
 
 
+@pytest.mark.slow
 def test_the_end_of_the_interpreter_ends_the_ranks_and_that_of_a_forked_child_does_not() -> None:
     script = run_script(AT_THE_END)
     out, problems = script.communicate(timeout=60)
@@ -283,6 +287,34 @@ def test_nothing_is_left_of_an_engine_whose_driver_is_killed_while_ranks_start(a
     code = "from commbench.harness.supervision.scratch import remove_stale_folders as r; r()"
     assert run_script(code, TMPDIR=str(tmp_path)).communicate() == ("", "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_that_nobody_could_reach_is_not_started_and_leaves_nothing(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_door(folder: Path) -> None:
+        assert folder.parent == temporary
+        raise OSError("no socket")
+
+    temporary = tmp_path_factory.mktemp("t")  # short, as a socket's path must be
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(job, "Door", no_door)
+    descriptors = psutil.Process().num_fds()
+    with pytest.raises(OSError, match="no socket"):
+        job.Job.start(2, {})
+    assert list(temporary.iterdir()) == []
+    assert psutil.Process().num_fds() == descriptors
+
+
+def test_a_launcher_that_was_killed_is_told_with_the_signal(tmp_path: Path) -> None:
+    folder = tmp_path / "e"
+    folder.mkdir()
+    launcher = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    launcher.kill()
+    ranks = job.Job(2, Program(), folder, os.open(folder, os.O_RDONLY), channel.Door(folder), launcher)
+    assert ranks.cause() == "torchrun was killed by SIGKILL"
+    ranks.end()
+    assert not folder.exists()
 
 
 def test_the_token_stands_on_no_command_line(engine: Engine) -> None:

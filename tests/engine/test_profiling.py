@@ -93,6 +93,7 @@ def test_a_refused_start_leaves_no_profile(engine: Engine, tmp_path: Path) -> No
         engine.start_profile(3)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_closing_an_engine_writes_the_profile_that_runs(tmp_path: Path) -> None:
     with Engine(tp=2, device="cpu") as engine:
         with pytest.raises(EngineError, match=r"no profile runs; start_profile\(\) starts one"):

@@ -184,6 +184,7 @@ def test_samples_of_a_point_that_was_begun_twice_are_those_of_its_row(survived: 
             assert not samples.duplicated(["rank", "iteration"]).any()
 
 
+@pytest.mark.slow
 def test_what_went_wrong_can_be_repeated(survived: Sweep) -> None:
     survived.script = {}
     code, stderr = survived.run("--resume", "failed", "timeout")
@@ -345,6 +346,7 @@ def test_a_launch_that_takes_longer_than_its_limit_is_ended_and_the_rest_can_go_
 # ---- faults of the machine -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_full_disk_keeps_finished_points_and_is_named(tmp_path: Path) -> None:
     """The run's folder is a small file system, which is copied out before it goes with its namespace."""

@@ -61,6 +61,17 @@ def test_a_device_that_is_not_there_is_refused_in_one_line_with_what_is_missing_
     assert reason in line
 
 
+def test_devices_that_ranks_may_hold_by_now_are_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_seen", {})
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(PLAYED)]))
+    assert devices.ask("npu").count == 2
+    monkeypatch.setattr(devices, "ASKING_S", 0.0)  # whoever asks gets no answer in that time
+    assert devices.ask("npu").count == 2
+    assert devices.ask("xpu").count == 0
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1")  # other devices
+    assert devices.ask("npu").count == 0
+
+
 def test_more_ranks_than_devices_are_refused(tmp_path: Path) -> None:
     code, said = commbench(tmp_path, "sweep", "--device", "npu", "--tp", "4", "--dry-run")
     assert (code, said.count("\n")) == (2, 1)
@@ -95,6 +106,7 @@ def test_the_devices_that_a_command_knows_are_those_of_the_backends() -> None:
     assert devices.look("npu") == Found(0, "torch_npu is not installed", VENDORS["npu"].install)
 
 
+@pytest.mark.slow
 def test_a_sweep_on_npu_takes_each_ranks_device_its_library_and_its_events(tmp_path: Path) -> None:
     code, said, manifest, points = sweep(tmp_path, "npu")
     assert code == 0, said
