@@ -143,7 +143,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class _Tests:
-    """Which rows of a comparison are tested, their p values after Holm, and the share of alpha that each kind has."""
+    """Which rows of a comparison are tested, their adjusted p values, and the share of alpha that each kind has."""
 
     points: NDArray[np.bool_]
     families: NDArray[np.bool_]

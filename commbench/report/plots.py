@@ -1,4 +1,4 @@
-"""The plots of a report. The only module that imports matplotlib.
+"""The plots of a report.
 
 Figures are made without pyplot: no global state, no display, and each is freed when it is written. All
 distances of the layout are inches, so that text never meets text whatever the number of panels.
