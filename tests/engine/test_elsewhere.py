@@ -16,6 +16,7 @@ from commbench.harness.launchers.commands import Program
 from commbench.harness.views import elsewhere
 from commbench.harness.views.elsewhere import SpansHere, parent_here, take_spans, variables_of
 from commbench.harness.views.spans import Context
+from commbench.harness.views.trace_file import listed
 from commbench.harness.views.tracing import Trace, rank_trace, traced
 from commbench.types import Point
 
@@ -120,12 +121,27 @@ def test_what_is_no_span_of_this_trace_is_left_out(trace: Trace, tmp_path: Path)
         "no json", "[]", "{}", json.dumps({**good, "span_id": "../../x"}), json.dumps({**good, "more": 1}),
         json.dumps({**good, "name": ["x"]}), json.dumps({**good, "start_ns": "soon"}),
         json.dumps({**good, "attributes": {"x": {}}}), json.dumps({**good, "attributes": 3}),
-        json.dumps({**json.loads(head), "trace_id": "0" * 32}),
+        json.dumps({**json.loads(head), "trace_id": "0" * 32}), json.dumps({**json.loads(head), "resource": {"x": []}}),
+        json.dumps({**good, "start_ns": float("inf")}), json.dumps({**good, "attributes": {"x": float("nan")}}),
+        "[" * 100_000, json.dumps({**good, "name": "launch"}), json.dumps({**good, "name": "point", "attributes": {}}),
     ):  # fmt: skip
         take_spans(0, 1, bad, 0.0)
     take_spans(0, 1, first, 0.0)
     (path,) = (tmp_path / "trace").iterdir()
     assert [json.loads(line).get("span_id") for line in path.read_text().splitlines()] == [None, good["span_id"]]
+
+
+def test_spans_that_do_not_say_whose_they_are_do_not_keep_a_trace_from_being_written(tmp_path: Path) -> None:
+    with traced(tmp_path, "", lambda text: None) as trace, trace.launch(0, 2):
+        head, *spans = (json.loads(line) for line in lines_of(trace, tmp_path).splitlines())
+        head["resource"] = {}
+        for span in spans:
+            if span["name"] == "rank":
+                span |= {"attributes": {}, "parent_id": trace.launches[0].span_id}
+        take_spans(0, 1, "\n".join(json.dumps(record) for record in (head, *spans)), 0.0)
+    (rank,) = [event for event in spans_in(tmp_path) if event["name"] == "rank"]
+    assert (rank["args"]["launch"], rank["args"]["rank"]) == (0, 1)
+    assert any("rank 1" in line for line in listed(tmp_path))
 
 
 def test_what_one_host_may_send_and_a_trace_may_take_is_bounded(

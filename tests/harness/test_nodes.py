@@ -155,6 +155,14 @@ def test_node_0_asks_what_the_ranks_of_a_job_that_hangs_do_and_judges_all_of_the
         assert head.end(failed=True) == ""
 
 
+def test_states_that_no_rank_can_have_are_left_out() -> None:
+    state = RankState(PULSE, "T", host="node 1").to_dict()
+    assert nodes_module._states({"states": [state]}, "node 1") == [RankState(PULSE, "T", host="node 1")]
+    for strange in ({"stage": 99}, {"stage": "1"}, {"steps": "5"}, {"order": [3]}, {"iteration": "7"}):
+        record = {**state, "pulse": {**state["pulse"], **strange}}
+        assert nodes_module._states({"states": [record]}, "node 1") == []
+
+
 def test_a_host_that_says_nothing_of_its_ranks_is_not_waited_for_once_it_is_lost(port: int, said: list[str]) -> None:
     with two_hosts(port, said, until_told=True) as (head, other):
         head.begin(0)
@@ -198,6 +206,9 @@ def test_what_is_no_node_at_all_is_sent_away_and_harms_nobody(port: int, said: l
             b"\x80\x04\x95pickle",
             b'{"facts": []}\n',
             b'{"facts": {"node": 1}}\n',
+            b"[" * 100_000,
+            json.dumps({"facts": facts(1).to_dict(), "count": 2, "time_s": float("inf"), "token": "x"}).encode(),
+            json.dumps({"facts": facts(1).to_dict(), "count": float("inf"), "time_s": 0.0, "token": "x"}).encode(),
         ):
             with socket.create_connection(("127.0.0.1", port), timeout=10) as link:
                 link.settimeout(10)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import re
@@ -114,7 +115,7 @@ class Connection:
             for line in lines:
                 try:
                     message = json.loads(line)
-                except ValueError:
+                except (RecursionError, ValueError):
                     message = None
                 if not isinstance(message, dict):
                     self._closed = "it does not speak this protocol"
@@ -174,7 +175,7 @@ class _Member:
 
 @dataclass(slots=True)
 class Head:
-    """Node 0's hold of the others. It is launchers.OtherHosts for the job that runs here.
+    """Node 0's hold of the others. It is OtherHosts for the job that runs here.
 
     Raises SpecError where the endpoint is no address of this host or its port is taken.
     """
@@ -232,6 +233,8 @@ class Head:
                 raise ValueError("it said nothing")
             facts = NodeFacts.from_dict(hello["facts"])
             facts = replace(facts, clock_s=float(hello["time_s"]) - time.time())
+            if not math.isfinite(facts.clock_s):
+                raise ValueError(f"its time of day is {hello['time_s']}")
             if int(hello["count"]) != self.count:
                 raise ValueError(f"it was started with --nnodes {hello['count']}, node 0 with --nnodes {self.count}")
             if not 0 < facts.node < self.count:
@@ -247,7 +250,7 @@ class Head:
                 # the job that ran when it was lost cannot go on, also where this side has not noticed yet
                 why = "" if before is None else before.reason or "was lost, and is back" * before.running
                 self._members[facts.node] = _Member(facts, connection, token, reason=why)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             connection.send(do="refuse", why=str(error))
             time.sleep(0.2)  # for the words to arrive before the end does
             connection.close()
@@ -322,7 +325,7 @@ class Head:
             },
         }
 
-    # ---- launchers.OtherHosts ---------------------------------------------------------------------------
+    # ---- OtherHosts ---------------------------------------------------------------------------
 
     @property
     def nodes(self) -> Nodes:
@@ -419,9 +422,8 @@ class Head:
         for member in members:
             member.connection.close()
         if self._listener is not None and self._accepting is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # closing alone would leave the other thread in accept, and the port open
+            # closing alone would leave the other thread in accept, and the port open
+            with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._accepting.join(5.0)
             self._listener.close()
@@ -457,7 +459,7 @@ def _words(error: BaseException) -> str:
 
 @dataclass(slots=True)
 class _Part:
-    """This host's part of one job: launchers.OtherHosts for the ranks that run here."""
+    """This host's part of one job: OtherHosts for the ranks that run here."""
 
     connection: Connection
     nodes: Nodes
@@ -513,7 +515,7 @@ def _states(message: Message, host: str) -> list[RankState]:
     """The states in a message; none where it holds something else."""
     try:
         return [RankState.from_dict(record, host) for record in message["states"]]
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValueError):
         return []
 
 

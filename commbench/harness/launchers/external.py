@@ -118,8 +118,7 @@ def run_inside(inside: Inside, plan: Plan, bind: str, out: Path, manifest: Mappi
     """Be a rank of the job, to its end; gives whether it is rank 0. out, manifest: for that one, which alone writes.
 
     Raises LaunchError on rank 0 when the job cannot go on, StoreError when the run cannot be written any more, with the
-    finished points kept; another rank then ends this
-    process, since its peers may wait for it.
+    finished points kept; another rank then ends this process, since its peers may wait for it.
     """
     os.environ.update(inside.variables())
     os.environ.setdefault("OMP_NUM_THREADS", "1")

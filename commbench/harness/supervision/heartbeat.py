@@ -66,8 +66,7 @@ def born(pid: int) -> int:
 class Pulse:
     """What a rank last said of itself. steps: how many things it has begun (all ranks begin the same ones, in the same
     order). iteration: number of the sample that it is in, None outside of the timed loop; warming: that is a sample of
-    the warm-up. error: why it ended
-    or, by its kind, why it left its point, at error_ns of the monotonic clock."""
+    the warm-up. error: why it ended or, by its kind, why it left its point, at error_ns of the monotonic clock."""
 
     rank: int
     pid: int

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from commbench.harness.ranks.rank import STACK_SIGNAL, log_path
-from commbench.harness.supervision.heartbeat import Pulse
+from commbench.harness.supervision.heartbeat import STAGES, Pulse
 
 STACKS_WITHIN_S = 1.5  # for a rank to write its stacks
 NATIVE_WITHIN_S = 5.0
@@ -66,9 +66,13 @@ class RankState:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any], host: str) -> RankState:
-        """Raises KeyError or TypeError where the record is none."""
+        """Raises KeyError, TypeError or ValueError where the record is none."""
         texts = {name: str(record[name]) for name in ("state", "python", "native", "kernel")}
-        return cls(Pulse(**record["pulse"]), host=host, **texts)
+        pulse = Pulse(**record["pulse"])
+        whole = (pulse.rank, pulse.pid, pulse.steps, pulse.stage, pulse.order or 0, pulse.iteration or 0)
+        if not all(isinstance(number, int) for number in whole) or not 0 <= pulse.stage < len(STAGES):
+            raise ValueError(f"{pulse} is no pulse")
+        return cls(pulse, host=host, **texts)
 
     @property
     def innermost(self) -> tuple[str, int, str] | None:

@@ -19,6 +19,9 @@ MOST_BYTES = 64 << 20  # of one host's ranks in one job, and of all that a trace
 _FILE = re.compile(r"launch-\d+\.rank-(\d+)\.jsonl")
 _ID = re.compile(r"[0-9a-f]{16}")
 _MOST_RANKS = 1 << 16
+_OWN = ("sweep", "launch", "launcher starts", "launcher ends")  # spans that only the command that writes the trace has
+# what text from a stranger makes json and int raise, nesting and numbers without bound included
+_NO_SPAN = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 
 
 def parent_here(environment: Mapping[str, str]) -> str:
@@ -72,35 +75,50 @@ def take_spans(launch: Any, rank: Any, text: Any, clock_s: float) -> None:
     if trace.taken_bytes > MOST_BYTES:
         return
     offset_ns = int(clock_s * 1e9)
-    lines = [line for line in (_line(part, trace.context.trace_id, offset_ns) for part in text.splitlines()) if line]
+    own = {"launch": launch, "rank": rank}
+    found = (_line(part, trace.context.trace_id, offset_ns, own) for part in text.splitlines())
+    lines = [line for line in found if line]
     path = trace.directory / TRACE_DIR / f"launch-{launch}.rank-{rank}.jsonl"
     with path.open("a") as stream:
         stream.writelines(f"{line}\n" for line in lines)
 
 
-def _line(text: str, trace_id: str, offset_ns: int) -> str:
-    """A line of a span file on this host's clock; "" for what is none."""
+def _line(text: str, trace_id: str, offset_ns: int, own: Mapping[str, int]) -> str:
+    """A line of a span file on this host's clock; "" for what is none. own: the launch and the rank that it is of."""
     try:
         record = json.loads(text)
         if "resource" not in record:
-            return json.dumps(_moved(record, offset_ns))
+            return json.dumps(_moved(record, offset_ns, own), allow_nan=False)
         if record["trace_id"] != trace_id:
             return ""
-        resource = {str(name): value for name, value in record["resource"].items()}
-        resource["commbench.clock_offset_s"] = offset_ns / 1e9
-        return json.dumps({"trace_id": trace_id, "resource": resource, "whole": _moved(record["whole"], offset_ns)})
-    except (AttributeError, KeyError, TypeError, ValueError):
+        resource = _plain(record["resource"]) | {
+            "service.instance.id": f"launch-{own['launch']}.rank-{own['rank']}",
+            "commbench.clock_offset_s": offset_ns / 1e9,
+        }
+        whole = _moved(record["whole"], offset_ns, own)
+        return json.dumps({"trace_id": trace_id, "resource": resource, "whole": whole}, allow_nan=False)
+    except _NO_SPAN:
         return ""
 
 
-def _moved(record: Mapping[str, Any], offset_ns: int) -> dict[str, Any]:
-    """Raises ValueError, TypeError or AttributeError for what is no span."""
+def _moved(record: Mapping[str, Any], offset_ns: int, own: Mapping[str, int]) -> dict[str, Any]:
+    """Raises one of _NO_SPAN for what is no span of a rank."""
     span = Span(**record)
     if not _ID.fullmatch(span.span_id) or not _ID.fullmatch(span.parent_id):
         raise ValueError("ids of a span are 16 hexadecimal digits")
-    plain = all(isinstance(value, str | int | float | bool) for value in span.attributes.values())
-    if not plain or not isinstance(span.name, str) or not isinstance(span.error, str):
-        raise ValueError("a span has a name and plain attributes")
+    if not isinstance(span.name, str) or not isinstance(span.error, str) or span.name in _OWN:
+        raise ValueError("a span of a rank has a name of its own")
+    span.attributes = _plain(span.attributes) | own
+    if span.name == "point" and not isinstance(span.attributes.get("point"), str):
+        raise ValueError("the span of a point says which")
     span.start_ns = int(span.start_ns) - offset_ns
     span.end_ns = int(span.end_ns) - offset_ns if span.end_ns else 0
     return span.to_dict()
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ValueError where a value is no text, number or truth."""
+    found = {str(name): value for name, value in values.items()}
+    if not all(isinstance(value, str | int | float | bool) for value in found.values()):
+        raise ValueError("attributes are plain values")
+    return found
