@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from commbench.errors import LaunchError, SpecError, StoreError
 from commbench.harness.hosts.nodes import launcher_ended, nearest_cause
@@ -121,7 +121,10 @@ class Launch:
         return self.directory / schema.LOGS_DIR / f".launch-{self.index}"
 
     def run(self, on_event: Callable[[Event], None]) -> int:
-        """Run the job to its end and give its exit status. On any exception no process of it is left."""
+        """Run the job to its end and give its exit status. On any exception no process of it is left.
+
+        Raises LaunchError where no launcher starts, OSError where the run directory cannot be written.
+        """
         program, others = self.program, self.program.others
         if others is not None:
             program = replace(program, nodes=others.begin(self.index))
@@ -136,15 +139,7 @@ class Launch:
         dog = Watchdog(self.limits, self.ranks, self.points, self.max_time_per_point_s, self.already_s)
         try:
             with self._log.open("ab") as stream:
-                job = subprocess.Popen(
-                    command,
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                    env=self.environment(program, page.path),
-                    start_new_session=True,  # Ctrl-C reaches the command that watches, which then ends the job
-                    preexec_fn=_tied_to_parent(),
-                )
+                job = self._start(command, stream, self.environment(program, page.path))
         except BaseException:
             page.close()
             raise
@@ -204,6 +199,25 @@ class Launch:
                 shutil.rmtree(self._scratch, ignore_errors=True)
                 if others is not None:
                     self.elsewhere = others.end(failed=job.returncode != 0)
+
+    def _start(
+        self, command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """Raises LaunchError where the system starts no such process: the run directory is not to blame."""
+        try:
+            return subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches the command that watches, which then ends the job
+                preexec_fn=_tied_to_parent(),
+            )
+        except OSError as error:
+            raise LaunchError(
+                f"launch {self.index} could not start: {command[0]}: {error.strerror or error}"
+            ) from error
 
     def environment(self, program: Program, page: str) -> dict[str, str]:
         """Of the launcher, which gives it to the ranks. page: the heartbeat's path."""

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from commbench.errors import SpecError
+from commbench.errors import LaunchError, SpecError
 from commbench.harness.hosts.sockets import interface_of, listen_on, parse_endpoint
+from commbench.harness.launch import Launch
 from commbench.harness.launchers import commands as launchers
 from commbench.harness.launchers.commands import Nodes, Program, environment_of, launch_command, launcher_facts
 
@@ -25,6 +26,13 @@ def test_on_one_host_torchrun_meets_on_loopback_under_our_agent() -> None:
 
 def test_another_commbench_is_started_by_torchs_own_agent() -> None:
     assert "torch.distributed.run" in launch_command(Path("run"), 0, 2, Program("python3", own_commbench=True))
+
+
+def test_a_launcher_that_cannot_be_started_is_named_and_not_the_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    launch = Launch(tmp_path, 3, 2, {}, Program(python="/nonexistent/python"))
+    with pytest.raises(LaunchError, match="launch 3 could not start: /nonexistent/python: No such file or directory"):
+        launch.run(lambda event: None)
 
 
 def test_each_host_starts_its_part_and_the_node_rank_decides_which() -> None:

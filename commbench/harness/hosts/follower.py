@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from commbench.errors import LaunchError
 from commbench.harness.hosts.nodes import RunPart
 from commbench.harness.launch import Launch
 from commbench.harness.launchers.commands import Program
@@ -42,6 +43,8 @@ def part_of(plan: Plan, ranks: int, limits: Limits, out: Path | None) -> Iterato
                 code = job.run(lambda event: None)
                 if program.others is not None:
                     program.others.tell_spans(launch, spans.pieces())
+            except LaunchError as error:
+                return str(error)
             except OSError as error:
                 return f"{error.filename or folder} cannot be written: {error.strerror or error}"
             return "" if code == 0 else job.failure()
