@@ -397,9 +397,10 @@ class PyNcclBackend(Backend):
             self._comm.leave()
             self._handle = 0
             raise
-        if not code:
-            self._connected.add(kind)
-        return code
+        if code:
+            self._done(code, what)
+        self._connected.add(kind)
+        return SUCCESS
 
     def _run(self, kind: Hashable, what: str, call: Callable[[], int], held: object) -> None:
         """Make a call of that kind, whichever it is. held: the tensors that it has the addresses of."""
@@ -540,10 +541,11 @@ class PyNcclBackend(Backend):
         self.calls += 1
         target = devices.dense(output)
         calls = [self._recv(target, src)] if output.numel() else []
-        if input is not None and output.numel():
-            parts = input.contiguous().view(-1).chunk(self.group.world_size)
+        source = None if input is None else input.contiguous()  # of the signature, only the output is known to be dense
+        if source is not None and output.numel():
+            parts = source.view(-1).chunk(self.group.world_size)
             calls += [self._send(part, i) for i, part in enumerate(parts)]
-        self._grouped(("scatter of sends and receives", _bytes(output), src), calls, (input, target))
+        self._grouped(("scatter of sends and receives", _bytes(output), src), calls, (source, target))
         if target is not output:
             output.copy_(target)
 
