@@ -294,7 +294,7 @@ def changed_p(base: Array, cand: Array, seed: int = 0) -> Array:
     total = (centred**2).sum(axis=1)
     first = _split(centred, there, n, mine[:, :1])
     df = np.maximum(n - 2, 0.0)
-    usual = float(np.median(df))
+    usual = float(np.quantile(df, 0.5, method="lower"))  # one that is there, also where two are equally many
     some = df > 0
     within = np.where(some, (total - first[1][:, 0]) / np.where(some, df, 1), 0.0)
     prior_df, prior = prior_variance(within[df == usual], usual) if usual > 0 else (0.0, math.nan)

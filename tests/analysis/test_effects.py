@@ -219,6 +219,20 @@ def test_the_variance_of_one_series_is_told_by_all_where_they_are_alike() -> Non
     assert np.mean(found) >= np.mean(alone) + 0.15
 
 
+def test_it_is_told_by_half_of_them_where_the_other_half_lacks_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def kept(variances: np.ndarray, df: float) -> tuple[float, float]:
+        asked.append((len(variances), df))
+        return prior_variance(variances, df)
+
+    monkeypatch.setattr("commbench.analysis.effects.prior_variance", kept)
+    base, cand = np.random.default_rng(7).normal(0, 0.05, (2, 20, 10))
+    base[10:, 0] = np.nan
+    changed_p(base, cand)
+    assert asked == [(10, 17.0)]
+
+
 def test_adjusted_p_values_come_in_the_order_of_the_changes() -> None:
     rng = np.random.default_rng(8)
     base, cand = rng.normal(0, 0.05, (2, 40, 10))
