@@ -135,7 +135,8 @@ def _regrets(cell: CellTuning, axes: Any) -> None:
         axes.plot(sizes, values, style, color=colour, linewidth=1.4, marker="o", markersize=3, label=label, zorder=3)
         low, high = 100 * np.array(regret.size_low), 100 * np.array(regret.size_high)
         axes.vlines(sizes, low, high, color=colour, linewidth=0.7, alpha=0.5)
-        top, bottom = max(top, float(np.nanmax(values))), min(bottom, float(np.nanmin(values)))
+        known = values[np.isfinite(values)]
+        top, bottom = max([top, *known]), min([bottom, *known])
     axes.axhline(0, color=GREY, linewidth=0.8)
     axes.set_ylim(min(1.1 * bottom, -0.06 * top), 1.5 * top)  # room for the legend
     axes.set_ylabel("slower than the fastest\nbackend at that size, %")
