@@ -55,10 +55,12 @@ class Job:
             os.close(held)
             folder.rmdir()
             folder, held = held_folder("engine", Path("/tmp"))
-        (folder / schema.LOGS_DIR).mkdir()
-        door = Door(folder)
-        program = Program(variables={**variables, TOKEN_VARIABLE: door.token}, module="commbench.harness.engine.start")
+        door = None
         try:
+            (folder / schema.LOGS_DIR).mkdir()
+            door = Door(folder)
+            own = {**variables, TOKEN_VARIABLE: door.token}
+            program = Program(variables=own, module="commbench.harness.engine.start")
             with (folder / schema.LOGS_DIR / f"launch-0.{program.launcher}.log").open("ab") as stream:
                 process = subprocess.Popen(
                     launch_command(folder, 0, ranks, program),
@@ -70,7 +72,8 @@ class Job:
                     start_new_session=True,  # Ctrl-C is the driver's
                 )
         except BaseException:
-            door.close()
+            if door is not None:
+                door.close()
             shutil.rmtree(folder, ignore_errors=True)
             os.close(held)
             raise
@@ -111,7 +114,8 @@ class Job:
                     self.note(rank, link.receive()[0])
         if self.process.poll() is None and not self.failures:
             return "a rank closed its connection"
-        told = Launch(self.folder, 0, self.ranks, {}, self.program).failure() if self.process.poll() is not None else ""
+        launch = Launch(self.folder, 0, self.ranks, {}, self.program, code=self.process.poll())
+        told = launch.failure() if launch.code is not None else ""
         if self.failures and "was killed by" not in told:
             rank = min(self.failures, key=lambda r: self.failures[r][0])
             return f"rank {rank}: {self.failures[rank][1]}"
