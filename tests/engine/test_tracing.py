@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from commbench.errors import UsageError
 from commbench.harness.ranks.watch import watching
 from commbench.harness.views import otlp, tracing
 from commbench.harness.views.look import ENDPOINT_VARIABLE, Look
+from commbench.harness.views.profiling import PROFILE_VARIABLE
 from commbench.harness.views.spans import TRACE_VARIABLE, Context
 from commbench.harness.views.tracing import RankTrace, Trace, traced
 from commbench.measure.observer import BlockSeen
@@ -251,6 +253,20 @@ def test_a_run_that_is_resumed_has_the_trace_of_the_last_command(tmp_path: Path)
     assert json.loads((tmp_path / "trace.json").read_text())["otherData"]["trace_id"] == second.context.trace_id
 
 
+def test_a_trace_that_cannot_be_written_is_warned_of_and_ends_no_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *more: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tracing, "write_chrome", full)
+    said: list[str] = []
+    with traced(tmp_path, "", said.append) as trace, trace.launch(0, 2):
+        pass
+    (warning,) = said
+    assert warning.startswith(f"{tmp_path / 'trace.json'} cannot be written: No space left on device; its spans are in")
+
+
 def test_nothing_is_noted_where_nobody_asks() -> None:
     assert Look.of(None, False, None, {ENDPOINT_VARIABLE: "http://collector:4318"}) == Look()
     assert tracing.rank_trace(Path("/nonexistent"), 0, 0, {"TRACEPARENT": ABOVE}) is None
@@ -263,3 +279,6 @@ def test_a_rank_that_cannot_write_says_so_and_measures_all_the_same(capsys: pyte
     with watching(Path("/nonexistent"), 0, asked) as watch:
         assert watch.observers == ()
     assert "rank 1 is not traced: " in capsys.readouterr().err
+    with watching(Path("/dev/null"), 0, {"RANK": "1", PROFILE_VARIABLE: "cpu"}) as watch:
+        assert watch.observers == ()
+    assert "rank 1 is not profiled: " in capsys.readouterr().err

@@ -61,12 +61,14 @@ def watching(directory: Path, launch: int, environment: Mapping[str, str] = os.e
     and no profile, and says so in its log."""
     rank = int(environment["RANK"])
     trace, profiler = None, None
+    what = "traced"
     try:
         trace = rank_trace(directory, launch, rank, environment)
+        what = "profiled"
         if activities := environment.get(PROFILE_VARIABLE):
             options = {} if activities == EVERYTHING else {"activities": activities.split(",")}
             profiler = Profiler(RankProfile(directory / PROFILES_DIR, launch, rank, options))
     except OSError as error:
-        print(f"rank {rank} is not traced: {error}", file=sys.stderr)  # noqa: T201 - its log
+        print(f"rank {rank} is not {what}: {error}", file=sys.stderr)  # noqa: T201 - its log
     with closing(Watch(trace, profiler)) as watch:
         yield watch

@@ -219,7 +219,8 @@ def traced(directory: Path, endpoint: str, warn: Callable[[str], None]) -> Itera
     """Trace the sweep that runs inside into ``directory``, and to an OTLP endpoint ("" for none).
 
     The trace goes on that of ``TRACEPARENT``, where the environment has one. An endpoint that cannot be reached is
-    warned of once. Raises UsageError before anything runs for an endpoint that is none, and without the extra.
+    warned of once, and so is a file that cannot be written. Raises UsageError before anything runs for an endpoint that
+    is none, and without the extra.
     """
     exporter = exporter_to(endpoint) if endpoint else None
     above = Context.read(os.environ.get(PARENT_VARIABLE)) or Context(secrets.token_hex(16))
@@ -236,8 +237,13 @@ def traced(directory: Path, endpoint: str, warn: Callable[[str], None]) -> Itera
         root.end_ns = time.time_ns()
         if (directory / TRACE_DIR).is_dir():  # else nothing was launched
             processes = trace.processes()
-            write_chrome(directory / TRACE_JSON, above.trace_id, processes)
+            where = directory / TRACE_JSON
+            try:
+                write_chrome(where, above.trace_id, processes)
+            except OSError as error:  # what was measured counts all the same
+                warn(f"{where} cannot be written: {error.strerror or error}; its spans are in {directory / TRACE_DIR}")
+                where = directory / TRACE_DIR
             if exporter is not None:
                 problem = export(exporter, above.trace_id, processes)
                 if problem:
-                    warn(f"the trace could not be sent to {endpoint}: {problem}; it is in {directory / TRACE_JSON}")
+                    warn(f"the trace could not be sent to {endpoint}: {problem}; it is in {where}")
