@@ -16,6 +16,7 @@ from commbench.harness.launchers.commands import Program, environment_of
 
 ASKING_S = 120.0
 ACCELERATORS = ("xpu", "hpu", "npu")  # backends.accelerators.VENDORS, which imports torch
+_seen: dict[tuple[str, frozenset[tuple[str, str]]], Found] = {}  # kind and environment → devices that were there
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,19 @@ def look(device: str) -> Found:
 
 
 def ask(device: str) -> Found:
-    """``look`` in a process of its own, which may fail in any way, with the environment of a rank."""
+    """``look`` in a process of its own, which may fail in any way, with the environment of a rank.
+
+    Devices that were seen once are not asked for again: ranks of this process may hold them by then.
+    """
+    environment = environment_of(Program())
+    key = (device, frozenset(environment.items()))
+    if key in _seen:
+        return _seen[key]
     command = [sys.executable, "-m", "commbench.harness.environment.devices", device]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=ASKING_S, stdin=subprocess.DEVNULL,
-            env=environment_of(Program()),
+            env=environment,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return Found(0, f"asking torch for {device} devices took longer than {ASKING_S:g} s", "check the driver")
@@ -52,7 +60,10 @@ def ask(device: str) -> Found:
         said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         return Found(0, f"asking torch for {device} devices ended with exit status {done.returncode}: {said}",
                      "check the vendor's package and driver")  # fmt: skip
-    return Found(**json.loads(answer))
+    found = Found(**json.loads(answer))
+    if found.count:
+        _seen[key] = found
+    return found
 
 
 def main(argv: Sequence[str]) -> None:
