@@ -41,9 +41,8 @@ CLOCK_AHEAD_S = 86_400.0  # a run that starts later than this after now has a cl
 EARLIEST_S = 946_684_800.0  # 2000-01-01: before that a clock was never set
 READERS = 4
 
-# Columns of a file besides IDENTITY. log_mean and log_variance: of the natural logs of the launch medians in seconds.
-# key: the point_id as a number, by which files are searched.
-NIGHT_COLUMNS = ("key", "picked", "how", "status", "launches", "log_mean", "log_variance", "medians_s")
+# Columns of a file that are numbers. key: the point_id as a number, by which files are searched. log_mean and
+# log_variance: of the natural logs of the launch medians in seconds.
 _NUMBERS = ("key", "launches", "log_mean", "log_variance")
 
 

@@ -41,8 +41,9 @@ class Engine(Collectives, WeightUpdates):
     """Ranks that stay up until ``close``, the end of the ``with`` block, collection, or the interpreter's end.
 
     tp, ep, pp: sizes of the groups, as of a sweep (tp × pp ranks). policy: by name or file. backends: to set up beside
-    the policy's own (others are set up when a call names them). device: auto, cpu or cuda. environment: variables
-    for the ranks, on top of this process's (None takes one away).
+    the policy's own (others are set up when a call names them). device: auto (cuda or cpu), cpu, cuda, xpu, hpu or npu.
+    environment: variables for the ranks, on top of this process's (None takes one away). startup_timeout_s: seconds for
+    all ranks to be ready.
 
     Returns when every rank is ready. Raises UsageError (SpecError, UnknownName or PolicyError) for what cannot be asked
     for, and LaunchError with the failing rank's own error when a rank does not come up. One call runs at a time;

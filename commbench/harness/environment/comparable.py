@@ -86,19 +86,6 @@ def _environment(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def machine_key(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a fingerprint that says which machine it is: nested as there, without what may change on it."""
-    found: dict[str, Any] = {}
-    for name in _MACHINE:
-        section, _, key = name.partition(".")
-        value = fingerprint.get(section)
-        if key and isinstance(value, Mapping) and key in value:
-            found.setdefault(section, {})[key] = value[key]
-        elif not key and section in fingerprint:
-            found[section] = value
-    return found
-
-
 def is_shared(fingerprint: Mapping[str, Any] | None) -> bool:
     """Whether the machine is a virtual one or a container: neighbours may take its time."""
     host = (fingerprint or {}).get("host") or {}

@@ -10,7 +10,6 @@ from commbench.errors import SpecError
 from commbench.harness.environment.fingerprint import parse_cpu_list
 
 VARIABLE = "COMMBENCH_BIND"  # what was asked for, to the ranks
-BINDINGS = ("core", "numa", "none")
 
 
 def cores_for(
