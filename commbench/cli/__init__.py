@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from commbench import __version__
-from commbench.cli._optional import Commands
+from commbench.cli._click import Commands
 from commbench.errors import CommbenchError
 
 # command → its line in --help; the module commbench.cli.<name> holds it as `command`
@@ -82,10 +82,27 @@ def _said(error: OSError) -> str | None:
         return f"{error.filename}: {error.strerror}"
     if error.errno == errno.ENOENT and _folder_is_gone():
         return "the present folder is gone; change to one that exists"
-    if error.errno in (errno.ENOSPC, errno.EIO):  # the terminal, pipe or file behind standard output
-        _forget_output()
-        return f"standard output: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        if _is_of_output(error):
+            _forget_output()
+            return f"standard output: {error.strerror}"
+        return f"a result could not be written: {error.strerror}; make room, or write to another place"
     return None
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Whether it is the terminal, pipe or file behind standard output that takes nothing. What is written there goes
+    through click or rich, or still waits and fails again."""
+    import traceback
+
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if frames and str(frames[-1].f_globals.get("__name__")).partition(".")[0] in ("click", "rich"):
+        return True
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
 
 
 def _folder_is_gone() -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from commbench.cli._optional import named
+from commbench.cli._click import named
 from commbench.errors import CommbenchError, LaunchError, SpecError
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from commbench.harness.hosts.preflight import Finding
     from commbench.harness.launchers.commands import Program
     from commbench.harness.launchers.external import Inside
+    from commbench.harness.views.look import Look
     from commbench.measure.settings import Settings
     from commbench.store.run import Plan
     from commbench.sweep import Expansion, SweepSpec
@@ -210,8 +211,8 @@ def inside(flags: dict[str, Any], known: Mapping[str, Any]) -> Inside | None:
     return found
 
 
-def check_inside(spec: SweepSpec, inside: Inside | None) -> None:
-    """Raise SpecError where a spec cannot be measured inside this job."""
+def check_inside(spec: SweepSpec, inside: Inside | None, look: Look) -> None:
+    """Raise SpecError where a spec cannot be measured, or looked at, inside this job."""
     if inside is None:
         return
     if spec.ranks != inside.job.size:
@@ -225,6 +226,11 @@ def check_inside(spec: SweepSpec, inside: Inside | None) -> None:
         )
     if spec.nnodes != 1:
         raise SpecError(f"--nnodes {spec.nnodes}: {inside.by} knows the hosts; leave it away with --launcher external")
+    if look.profile or look.trace:
+        raise SpecError(
+            f"{'--profile' if look.profile else '--trace'}: nobody watches ranks that {inside.by} started, and puts "
+            "together what they note; leave it away, or take --launcher torchrun or mpirun"
+        )
 
 
 def run_inside(

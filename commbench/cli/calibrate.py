@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +23,10 @@ def command(tp: int, launches: int, out: Path | None, as_json: bool) -> int:
 
     Exit code 1 when a scripted duration is not reported within 1 % or the timer's resolution.
     """
-    with tempfile.TemporaryDirectory(prefix="commbench-calibrate-") as scratch:
-        result = _measure(tp, launches, out if out is not None else Path(scratch) / "run")
+    from commbench.harness.supervision.scratch import scratch_folder
+
+    with scratch_folder("calibrate") as scratch:
+        result = _measure(tp, launches, out if out is not None else scratch / "run")
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=1, allow_nan=False))
     else:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from commbench.cli._optional import named
+from commbench.cli._click import named
 from commbench.errors import UsageError
 from commbench.policy import load_policy
 from commbench.policy.request import Request

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commbench.cli._optional import named
+from commbench.cli._click import named
 from commbench.errors import CommbenchError, Interrupted, UsageError
 
 if TYPE_CHECKING:
@@ -449,15 +449,17 @@ def _tell(
 
         write_outputs(out, judgement, judged.comparison, names=names, manifests=judged.manifests, when=now)
         draw_comparison(judged.comparison, out, names=names, forced=judgement.forced)
+    option = f"--markdown {markdown}"
     try:
         if markdown is not None:
             with markdown.open("a", encoding="utf-8") as stream:
                 stream.write(to_markdown(judgement, names=names))
+        option = f"--junit {junit}"
         if junit is not None:
             host = str(((judged.manifests[1].get("fingerprint") or {}).get("host") or {}).get("name") or "")
             junit.write_text(to_junit(judgement, host=host, when=now, names=names), encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{error.filename} cannot be written: {error.strerror}") from error
+        raise UsageError(f"{option} cannot be written: {error.strerror}") from error
     if as_json:
         click.echo(json.dumps({"baseline": names[0], "candidate": names[1], **to_dict(judgement)}, indent=1))
     else:

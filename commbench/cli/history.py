@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commbench.cli._optional import Commands
+from commbench.cli._click import Commands
 from commbench.errors import UsageError
 
 if TYPE_CHECKING:
     from commbench.store.history import Night, Series
 
 DEFAULT = Path("reports/history")
-MOST_LISTED = 40
 
 _folder = click.option(
     "--history", "directory", type=click.Path(path_type=Path), default=DEFAULT,

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from commbench.cli._optional import Commands
+from commbench.cli._click import Commands
 from commbench.cli.explain import request_of, request_options
 from commbench.policy import Policy, list_policies, load_policy
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commbench.cli import _nodes
-from commbench.cli._optional import bare, grouped
+from commbench.cli._click import bare, grouped
 from commbench.errors import CommbenchError, Interrupted, LaunchError
 from commbench.sweep import SweepSpec, find_sweep, make_spec, read_file
 
@@ -173,7 +173,7 @@ def command(
     inside = _nodes.inside(flags, {} if spec_file is None else read_file(find_sweep(spec_file)))
     spec = _spec(spec_file, flags)
     place.check(spec)
-    _nodes.check_inside(spec, inside)
+    _nodes.check_inside(spec, inside, look)
     expansion, settings = harness.prepare(spec, None if inside is None else inside.job.local_size)
     look.check(settings.device)
     directory = out if out is not None else Path("reports") / harness.new_run_id(spec.name)

@@ -101,7 +101,7 @@ def _measured(tp: int, policy: str, keep: Path | None, flags: dict[str, Any], qu
     from commbench.analysis.confirm import confirm, held_out_points, refinement
     from commbench.analysis.incumbent import Incumbent
     from commbench.analysis.tune import tune
-    from commbench.cli._optional import named
+    from commbench.cli._click import named
     from commbench.harness import run as harness
     from commbench.harness.progress import watcher
     from commbench.harness.supervision.scratch import scratch_folder

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from commbench.cli._optional import named
+from commbench.cli._click import named
 from commbench.errors import CommbenchError, Interrupted, SpecError
 from commbench.units import decimal_size, format_size, parse_duration, parse_size
 
@@ -25,7 +25,7 @@ DEFAULT_BUCKETS = "1MiB,16MiB,64MiB,256MiB"
               "comma-separated. A larger tensor has a bucket of its own.")  # fmt: skip
 @click.option("--dtype", default="", help="In place of the config's.")
 @click.option("--layers", type=int, help="The first so many layers only, where the whole model does not fit.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@click.option("--device", default="auto", show_default=True, help="auto (cuda or cpu), cpu, cuda, xpu, hpu, npu.")
 @click.option("--max-time-per-point", default="2s", show_default=True, help="Longest sampling of one bucket size.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the order of bucket sizes.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder: a run for each bucket size. "

@@ -144,6 +144,13 @@ def test_every_output_is_written_and_readable(commbench: Run, base: Path, tmp_pa
     assert json.loads((tmp_path / "gate" / "verdict.json").read_text())["exit_code"] == 1
 
 
+@pytest.mark.parametrize("option", ["--markdown", "--junit"])
+def test_an_output_that_meets_a_full_disk_is_named(commbench: Run, base: Path, tmp_path: Path, option: str) -> None:
+    cand = write_run(tmp_path / "cand", POINTS, seed=2)
+    code, _, err = commbench("gate", "--baseline", str(base), "--candidate", str(cand), option, "/dev/full")
+    assert (code, err) == (2, f"error: {option} /dev/full cannot be written: No space left on device\n")
+
+
 # ---- history --------------------------------------------------------------------------------------------------------
 
 

@@ -103,6 +103,17 @@ def test_a_full_disk_behind_standard_output_is_one_line() -> None:
         assert started(PROGRAM, stdout=full.fileno()) == (2, "error: standard output: No space left on device\n")
 
 
+def test_a_full_disk_under_a_result_is_not_blamed_on_standard_output() -> None:
+    program = (
+        "import click\nfrom pathlib import Path\nfrom commbench.cli import group, main\n"
+        "def write(): print('shown'); Path('/dev/full').write_text('x')\n"
+        "group.get_command = lambda ctx, name: click.Command('sweeps', callback=write)\n"
+        "import sys; sys.argv = ['commbench', 'sweeps']; main()"
+    )
+    code, said = started(program, stdout=subprocess.DEVNULL)
+    assert (code, said.startswith("error: a result could not be written: No space left on device; ")) == (2, True)
+
+
 def test_a_reader_that_has_gone_ends_a_command_without_a_word() -> None:
     read, write = os.pipe()
     os.close(read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,6 +52,16 @@ def test_place_and_meeting_point_come_from_flags_or_else_from_the_scheduler(monk
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     assert Place(None, "", None, 1.0).among(4) == (3, "10.0.0.1", 29400)
     assert Place(0, "", None, 1.0).among(4)[0] == 0, "the flag wins"
+
+
+@pytest.mark.parametrize("flag", ["--trace", "--profile"])
+def test_what_nobody_would_put_together_is_refused_inside_ranks_that_somebody_else_started(
+    flag: str, commbench: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    code, _, said = commbench("sweep", "--launcher", "external", flag, "--dry-run")
+    assert (code, said.startswith(f"error: {flag}: nobody watches ranks that torchrun started")) == (2, True)
 
 
 def test_what_is_missing_or_impossible_is_refused_with_the_flag_to_use() -> None:

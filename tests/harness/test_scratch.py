@@ -17,7 +17,7 @@ KILLED = """
 import os, signal, sys, tempfile
 from commbench.harness.supervision.scratch import scratch_folder
 tempfile.tempdir = sys.argv[1]
-with scratch_folder("node") as folder:
+with scratch_folder(sys.argv[2]) as folder:
     (folder / "logs").mkdir()
     (folder / "logs" / "launch-0.rank-1.log").write_text("words")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -38,8 +38,11 @@ def test_a_folder_is_its_users_alone_and_goes_at_the_end_with_what_is_in_it(temp
     assert list(temporary.iterdir()) == []
 
 
-def test_what_a_killed_command_left_goes_with_the_next_and_what_a_living_one_holds_stays(temporary: Path) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(temporary)])
+@pytest.mark.parametrize("what", ["calibrate", "node", "rank", "tune"])
+def test_what_a_killed_command_left_goes_with_the_next_and_what_a_living_one_holds_stays(
+    what: str, temporary: Path
+) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(temporary), what])
     assert killed.returncode == -signal.SIGKILL
     (left,) = temporary.iterdir()
     assert (left / "logs" / "launch-0.rank-1.log").exists()

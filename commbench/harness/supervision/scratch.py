@@ -15,14 +15,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_NAME = re.compile(r"commbench-(engine|node|rank|tune)-\w+")
+_NAME = re.compile(r"commbench-(calibrate|engine|node|rank|tune)-\w+")
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
 def scratch_folder(what: str) -> Iterator[Path]:
     """A folder of mode 0700 in the temporary directory that is removed at the end, after those that killed commands
-    left. what: node, rank or tune, for its name. Raises OSError."""
+    left. what: calibrate, node, rank or tune, for its name. Raises OSError."""
     remove_stale_folders()
     path, fd = held_folder(what)
     try:

@@ -108,7 +108,7 @@ def _moved(record: Mapping[str, Any], offset_ns: int, own: Mapping[str, int]) ->
         raise ValueError("ids of a span are 16 hexadecimal digits")
     if not isinstance(span.name, str) or not isinstance(span.error, str) or span.name in _OWN:
         raise ValueError("a span of a rank has a name of its own")
-    span.attributes = _plain(span.attributes) | own
+    span.attributes = {**_plain(span.attributes), **own}
     if span.name == "point" and not isinstance(span.attributes.get("point"), str):
         raise ValueError("the span of a point says which")
     span.start_ns = int(span.start_ns) - offset_ns
