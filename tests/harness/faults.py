@@ -150,7 +150,7 @@ class Sweep:
         _, alive = psutil.wait_procs([*self.ranks, *_processes_of(self.directory)], timeout=within_s)
         assert not alive, [p.cmdline() for p in alive]
         assert not _processes_of(self.directory)
-        left = [str(p) for p in self.temporary.rglob("*")]
+        left = left_in(self.temporary)
         assert not left, left
         if self.directory.is_dir() and not self.may_be_half_written:
             hidden = [str(p) for p in self.directory.rglob(".*")]
@@ -171,6 +171,13 @@ class Sweep:
         assert run.manifest["outcome"] == "complete"
         assert len(run.rows()) == run.manifest["points_planned"]
         return self.rows()
+
+
+def left_in(temporary: Path) -> list[str]:
+    """What is in a folder for temporary files, without the cache of torch's compiler: torch makes that one as soon as
+    anything in it imports its compiler, and keeps it for the next program."""
+    found = sorted(str(p.relative_to(temporary)) for p in temporary.rglob("*"))
+    return [name for name in found if not name.startswith("torchinductor_")]
 
 
 def _processes_of(directory: Path) -> list[psutil.Process]:

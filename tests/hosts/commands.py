@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from tests.harness.faults import left_in
 from tests.hosts.machines import Host, wait_for
 
 LIMIT_S = 150
@@ -86,7 +87,7 @@ def assert_nothing_is_left(made: list[Host]) -> None:
             f"{host.name} is empty",
         )
         assert host.segments() == [], f"{host.name}'s shared memory"
-        left = sorted(host.temporary.rglob("*"))
+        left = left_in(host.temporary)
         assert left == [], f"{host.name} still has {left}"
 
 
