@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -95,6 +96,17 @@ def started(code: str, *, stdout: int, env: dict[str, str] | None = None, cwd: P
     return ended.returncode, ended.stderr
 
 
+@contextlib.contextmanager
+def gone_reader() -> Iterator[int]:
+    """The end to write to of a pipe that nobody reads any more."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        yield write
+    finally:
+        os.close(write)
+
+
 PROGRAM = "import sys; sys.argv = ['commbench', 'policies']; from commbench.cli import main; main()"
 
 
@@ -115,12 +127,8 @@ def test_a_full_disk_under_a_result_is_not_blamed_on_standard_output() -> None:
 
 
 def test_a_reader_that_has_gone_ends_a_command_without_a_word() -> None:
-    read, write = os.pipe()
-    os.close(read)
-    try:
-        assert started(PROGRAM, stdout=write) == (141, "")
-    finally:
-        os.close(write)
+    with gone_reader() as stdout:
+        assert started(PROGRAM, stdout=stdout) == (141, "")
 
 
 def test_a_reader_of_a_table_that_has_gone_is_no_finding() -> None:
@@ -130,12 +138,8 @@ def test_a_reader_of_a_table_that_has_gone_is_no_finding() -> None:
         "group.get_command = lambda ctx, name: click.Command('sweeps', callback=lambda: Console().print('x'))\n"
         "sys.argv = ['commbench', 'sweeps']; main()"
     )
-    read, write = os.pipe()
-    os.close(read)
-    try:
-        assert started(program, stdout=write) == (141, "")
-    finally:
-        os.close(write)
+    with gone_reader() as stdout:
+        assert started(program, stdout=stdout) == (141, "")
 
 
 def test_tables_are_printed_on_our_own_console() -> None:

@@ -22,6 +22,7 @@ from commbench.report.summary import summarise
 from commbench.store.run import open_run
 from commbench.types import COLLECTIVES, Point
 from commbench.units import format_time
+from tests.report.figures import kept_figures, texts
 from tests.runs import grid
 
 Build = Callable[..., Path]
@@ -30,27 +31,12 @@ Build = Callable[..., Path]
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """Every figure of the report as matplotlib holds it, laid out but not written."""
-    made: list[Figure] = []
-
-    class Kept(Figure):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-        def savefig(self, *args: Any, **kwargs: Any) -> None:
-            pass
-
-    monkeypatch.setattr(plots_module, "Figure", Kept)
-    return made
+    return kept_figures(monkeypatch, plots_module, written=False)
 
 
 def plot(*paths: Path) -> dict[str, Plot]:
     made = draw([summarise(open_run(path)) for path in paths], paths[0] / "plots")
     return {p.name: p for p in made}
-
-
-def texts(figure: Figure) -> list[str]:
-    return [t.get_text() for t in figure.findobj(matplotlib.text.Text) if t.get_text()]
 
 
 def legend(figure: Figure) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import pytest
 from matplotlib.figure import Figure
 
@@ -16,6 +15,7 @@ from commbench.report.summary import summarise
 from commbench.report.weights import Synced, draw_synced, synced
 from commbench.store.run import open_run
 from commbench.types import Point
+from tests.report.figures import kept_figures, texts
 
 Build = Callable[..., Path]
 MIB = 1 << 20
@@ -24,15 +24,7 @@ NAN = float("nan")
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    made: list[Figure] = []
-
-    class Kept(Figure):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    monkeypatch.setattr(weights_module, "Figure", Kept)
-    return made
+    return kept_figures(monkeypatch, weights_module, written=True)
 
 
 def run_of(build_run: Build, bucket: int, **options: Any) -> Path:
@@ -40,10 +32,6 @@ def run_of(build_run: Build, bucket: int, **options: Any) -> Path:
     settings = {"device": "cpu", "seed": 7, "weight_numels": [16 * MIB, 16 * MIB], "bucket_bytes": bucket}
     manifest = {"settings": settings, "weights": {"architecture": "LlamaForCausalLM", "bucket_bytes": bucket}}
     return build_run([point], name=f"bucket-{bucket}", manifest=manifest, **options)
-
-
-def texts(figure: Figure) -> list[str]:
-    return [t.get_text() for t in figure.findobj(matplotlib.text.Text) if t.get_text()]
 
 
 def test_each_bucket_size_has_its_own_place_in_time_and_rate(
